@@ -1,0 +1,30 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := hf_deelbo tests examples
+# nothing here needs the Hub
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test test-slow quality style
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,test]"
+	touch $@
+
+demo: $(VENV)/installed  ## Learn a posterior on an embedded dataset and print what was learned
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/installed quality  ## The tests that CI runs
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed  ## The slow checks
+	$(BIN)/python -m pytest -m slow
+
+quality: $(VENV)/installed  ## Lint and format, checked
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+style: $(VENV)/installed  ## Lint and format, repaired
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)

@@ -1,0 +1,21 @@
+"""Fine-tune with Hugging Face `Trainer` and learn the regularisation strength in the same run."""
+
+from .callbacks import PriorVarianceCallback
+from .config import DEELBoConfig
+from .objective import DEELBo
+from .posterior import GaussianPosterior
+from .priors import GaussianPrior, IsotropicPrior, LowRankPrior
+from .trainer import DEELBoTrainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEELBo",
+    "DEELBoConfig",
+    "DEELBoTrainer",
+    "GaussianPosterior",
+    "GaussianPrior",
+    "IsotropicPrior",
+    "LowRankPrior",
+    "PriorVarianceCallback",
+]

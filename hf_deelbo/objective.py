@@ -1,0 +1,128 @@
+"""The data-emphasised evidence lower bound: formulas on numbers, no models and no files.
+
+J = kappa * E_q[ sum_i log p(y_i | w, V) ] - KL(q(w) || p(w)) - KL(q(V) || p(V))
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+import torch
+
+Number = TypeVar("Number", float, torch.Tensor)
+
+
+def default_kappa(num_parameters: int, num_examples: int) -> float:
+    """`kappa = D / N`, which gives the likelihood of N examples the weight of D parameters.
+
+    Example:
+        >>> default_kappa(num_parameters=5000, num_examples=100)
+        50.0
+    """
+    return num_parameters / num_examples
+
+
+def gaussian_kl(
+    sigma: torch.Tensor,
+    variance: torch.Tensor,
+    *,
+    mahalanobis: torch.Tensor,
+    trace_inverse: torch.Tensor,
+    log_det: torch.Tensor,
+    num_parameters: int,
+) -> torch.Tensor:
+    """KL( N(w_bar, sigma^2 I) || N(mu_p, v Sigma_p) ) for D numbers and a prior variance v (lambda or tau).
+
+        1/2 [ sigma^2/v tr(Sigma_p^-1) + (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar)/v
+              - D + D log v + log det Sigma_p - D log sigma^2 ]
+
+    Example:
+        >>> zero, one = torch.tensor(0.0), torch.tensor(1.0)
+        >>> gaussian_kl(one, one, mahalanobis=zero, trace_inverse=3 * one, log_det=zero, num_parameters=3)
+        tensor(0.)
+    """
+    quadratic = (sigma**2 * trace_inverse + mahalanobis) / variance
+    log_volumes = num_parameters * (torch.log(variance) - 2 * torch.log(sigma)) + log_det
+    return (quadratic - num_parameters + log_volumes) / 2
+
+
+def optimal_variance(
+    sigma: torch.Tensor, *, mahalanobis: torch.Tensor, trace_inverse: torch.Tensor, num_parameters: int
+) -> torch.Tensor:
+    """The prior variance that maximises J; kappa does not enter.
+
+        lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) ] / D
+
+    With Sigma_p = I and mu_p = 0 it is tau* = sigma^2 + |V_bar|^2 / D_V. Without parameters the KL is 0 whatever the
+    variance, and 1 is returned.
+
+    Example:
+        >>> two = torch.tensor(2.0)
+        >>> optimal_variance(two, mahalanobis=4 * two, trace_inverse=two, num_parameters=2)
+        tensor(8.)
+    """
+    if num_parameters == 0:
+        return torch.ones_like(sigma)
+    return (sigma**2 * trace_inverse + mahalanobis) / num_parameters
+
+
+def kl_gradient_of_sigma(
+    sigma: torch.Tensor, variance: torch.Tensor, *, trace_inverse: torch.Tensor, num_parameters: int
+) -> torch.Tensor:
+    """`dKL/dsigma = sigma/v tr(Sigma_p^-1) - D/sigma`.
+
+    Example:
+        >>> one = torch.tensor(1.0)
+        >>> kl_gradient_of_sigma(one, one, trace_inverse=3 * one, num_parameters=3)
+        tensor(0.)
+    """
+    return sigma / variance * trace_inverse - num_parameters / sigma
+
+
+def training_loss(nll: Number, kl: Number, kappa: float, num_examples: int) -> Number:
+    """What training minimises: `-J / (kappa N)`, with the mean negative log likelihood of an example, `nll`.
+
+    Example:
+        >>> training_loss(nll=2.0, kl=1000.0, kappa=50.0, num_examples=100)
+        2.2
+    """
+    return nll + kl / (kappa * num_examples)
+
+
+@dataclass(frozen=True)
+class DEELBo:
+    """J at a posterior, and its parts.
+
+    Attributes:
+        nll: mean negative log likelihood of an example, averaged over the weight samples.
+        kl_backbone: KL(q(w) || p(w)).
+        kl_head: KL(q(V) || p(V)).
+        kappa: the weight of the likelihood.
+        num_examples: N, the size of the training set.
+        nll_standard_error: Monte Carlo error of `nll` (`nan` for one sample).
+
+    Example:
+        >>> DEELBo(nll=2.0, kl_backbone=900.0, kl_head=100.0, kappa=50.0, num_examples=100).value
+        -11000.0
+    """
+
+    nll: float
+    kl_backbone: float
+    kl_head: float
+    kappa: float
+    num_examples: int
+    nll_standard_error: float = math.nan
+
+    @property
+    def log_likelihood(self) -> float:
+        """E_q[ sum_i log p(y_i | w, V) ]."""
+        return -self.num_examples * self.nll
+
+    @property
+    def value(self) -> float:
+        """J = kappa * log_likelihood - kl_backbone - kl_head."""
+        return self.kappa * self.log_likelihood - self.kl_backbone - self.kl_head
+
+    def to_dict(self) -> dict[str, float]:
+        """All of it as plain numbers, J under `de_elbo`."""
+        return {"de_elbo": self.value, "log_likelihood": self.log_likelihood, **asdict(self)}

@@ -1,0 +1,348 @@
+"""The approximate posterior q(w, V) = N(w_bar, sigma^2 I) N(V_bar, sigma^2 I) around a model's parameters."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
+from .blocks import Block, Tensors, blocks_of, on_all_cores
+from .noise import add_noise_
+from .objective import default_kappa, kl_gradient_of_sigma
+from .priors import GaussianPrior, IsotropicPrior, wide_dtype
+
+
+class KL(NamedTuple):
+    """KL(q(w) || p(w)) and KL(q(V) || p(V))."""
+
+    backbone: torch.Tensor
+    head: torch.Tensor
+
+
+class GaussianPosterior:
+    """A Gaussian around the trainable parameters of a model, with one standard deviation for all of them.
+
+    The means w_bar, V_bar are the model's own parameters: outside of `sampled` the model is the posterior mean. Beside
+    them stand `rho`, with sigma = log(1 + exp(rho)), and the prior variances lambda (backbone) and tau (head). Frozen
+    parameters are constants, outside of q, the KL and D.
+
+    Args:
+        model: its trainable parameters are w and V.
+        head_names: which of them are V, by parameter name; the rest is the backbone w.
+        prior: p(w) up to lambda, over the backbone; default L2-SP at the present weights. p(V) = N(0, tau I).
+        init_sigma: where sigma starts.
+        kappa: weight of the likelihood; `"auto"` is D/N.
+        num_examples: N, the size of the training set; may be left out where nothing is trained.
+
+    Attributes:
+        rho: a parameter for the optimiser.
+        lambda_, tau: prior variances, as set by the last `update_prior_variances`.
+        kl: KL of backbone and head at that moment.
+        num_parameters: D.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> posterior = GaussianPosterior(model, ["2.weight", "2.bias"], init_sigma=0.1, num_examples=67)
+        >>> posterior.num_parameters, posterior.kappa
+        (67, 1.0)
+        >>> x = torch.randn(5, 4)
+        >>> with posterior.sampled(0):
+        ...     logits_of_a_sample = model(x)
+        >>> logits_of_the_mean = model(x)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head_names: Iterable[str],
+        prior: GaussianPrior | None = None,
+        *,
+        init_sigma: float = 1e-4,
+        kappa: float | str = "auto",
+        num_examples: int | None = None,
+    ):
+        if not (math.isfinite(init_sigma) and init_sigma > 0):
+            raise ValueError(f"init_sigma: must be a positive number, got {init_sigma}.")
+        self.model = model
+        self._head_names = frozenset(head_names)
+        parameters = self.parameters()
+        _check_parameters(parameters, self._head_names)
+        self._backbone_prior = prior or IsotropicPrior.l2_sp(self.backbone)
+        self._backbone_prior.check_matches(self.backbone)
+        self._head_prior = IsotropicPrior.l2_zero(self.head)
+        self.num_parameters = self._backbone_prior.num_parameters + self._head_prior.num_parameters
+        self.num_examples = num_examples
+        self.kappa = self._resolve_kappa(kappa)
+
+        device = next(iter(parameters.values())).device
+        rho = math.log(math.expm1(init_sigma))
+        self.rho = nn.Parameter(torch.tensor(rho, dtype=wide_dtype(device), device=device))
+        self.sample_statistics: dict[int, Statistics] = {}
+        self._mean_copy: dict[str, torch.Tensor] = {}
+        self._is_sampled = False
+        self.update_prior_variances()
+
+    # ---- What it is ------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The trainable parameters by name, each once (tied weights too), as views without gradient."""
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def backbone(self) -> dict[str, torch.Tensor]:
+        """The backbone's w_bar, by parameter name."""
+        return {name: p for name, p in self.parameters().items() if name not in self._head_names}
+
+    @property
+    def head(self) -> dict[str, torch.Tensor]:
+        """The head's V_bar, by parameter name."""
+        return {name: p for name, p in self.parameters().items() if name in self._head_names}
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The backbone's prior, up to lambda."""
+        return self._backbone_prior
+
+    @property
+    def sigma(self) -> torch.Tensor:
+        """sigma = softplus(rho) = log(1 + exp(rho))."""
+        return softplus(self.rho.detach())
+
+    @property
+    def kl_weight(self) -> float:
+        """1 / (kappa N), the weight of the KL in the training loss."""
+        if self.num_examples is None:
+            raise ValueError(
+                "num_examples: the KL's weight 1/(kappa N) needs N, the size of the training set. Give the trainer a "
+                "`train_dataset` with a length, or set `num_train_examples`."
+            )
+        return 1 / (self.kappa * self.num_examples)
+
+    def __repr__(self) -> str:
+        numbers = {"sigma": self.sigma, "lambda_": self.lambda_, "tau": self.tau}
+        learned = ", ".join(f"{name}={float(value):.3g}" for name, value in numbers.items())
+        return f"GaussianPosterior({type(self.model).__name__}, D={self.num_parameters:,}, {learned})"
+
+    # ---- Learning it -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_prior_variances(self) -> None:
+        """Set lambda and tau to the maximum of J at the present means and sigma, and note the KL there.
+
+        lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) ] / D_w
+        tau*    = sigma^2 + |V_bar|^2 / D_V
+        """
+        self._forbid_while_sampled("update_prior_variances")
+        sigma = self.sigma
+        self.lambda_, kl_backbone = self._backbone_prior.optimum(self.backbone, sigma)
+        self.tau, kl_head = self._head_prior.optimum(self.head, sigma)
+        self.kl = KL(kl_backbone, kl_head)
+
+    @contextmanager
+    def sampled(self, *key: int) -> Iterator[None]:
+        """Within it the model's weights are w = w_bar + sigma * eps, in place, with eps ~ N(0, I) drawn from `key`.
+
+        The means come back to the bit on exit, also when the body raises or is interrupted. Gradients that the body
+        leaves in the parameters are those at the sample; see `complete_gradients`.
+        """
+        self._forbid_while_sampled("sampled")
+        weights = self.parameters()
+        self._keep(weights)
+        self._is_sampled = True
+        try:
+            add_noise_(weights, self.sigma, key)
+            yield
+        finally:
+            if self._is_sampled:
+                self._copy(self._mean_copy, self.parameters())
+                self._is_sampled = False
+
+    @torch.no_grad()
+    def complete_gradients(self, loss_scale: torch.Tensor | float = 1.0) -> None:
+        """Inside `sampled`, after the backward pass of the NLL: make its gradients those of the training loss.
+
+        With g the gradient of the NLL at the sample, and lambda, tau held at their last update (by the envelope
+        theorem, that is the gradient through lambda*, tau* too):
+
+            d loss / d w_bar = g + 1/(kappa N) Sigma_p^-1 (w_bar - mu_p) / lambda        (the head alike, with tau)
+            d loss / d rho   = [ <g, eps> + 1/(kappa N) dKL/dsigma ] dsigma/drho,        eps = (w - w_bar) / sigma
+
+        The means are back in the model afterwards; `sampled` still ends as usual.
+
+        Args:
+            loss_scale: what the gradients were multiplied by (`GradScaler`).
+        """
+        if not self._is_sampled:
+            raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
+        sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
+        inner_product = kl_gradient = torch.zeros_like(sigma)
+        for prior, variance in ((self._backbone_prior, self.lambda_), (self._head_prior, self.tau)):
+            if prior.num_parameters:
+                inner_product = inner_product + self._complete_part(prior, kl_weight / variance)
+                kl_gradient = kl_gradient + kl_gradient_of_sigma(
+                    sigma, variance, trace_inverse=prior.trace_inverse, num_parameters=prior.num_parameters
+                )
+        dsigma_drho = torch.sigmoid(self.rho)
+        self.rho.grad = (inner_product / sigma + kl_weight * kl_gradient) * dsigma_drho
+        self._is_sampled = False
+
+    def _complete_part(self, prior: GaussianPrior, pull: torch.Tensor) -> torch.Tensor:
+        """Over the parameters of `prior`, in one pass: <g, w - w_bar>, g += pull * Sigma_p^-1 (w_bar - mu_p), w = w_bar."""
+        weights, gradients = self.parameters(), self._gradients()
+        means = {name: self._mean_copy[name] for name in prior.shapes}
+        precision_product = prior.precision_product(means)
+
+        def complete(block: Block) -> torch.Tensor:
+            w, w_bar, g = block.of(weights), block.of(means), block.of(gradients)
+            product = torch.dot(w.sub_(w_bar).flatten(), g.flatten())
+            g.addcmul_(precision_product(block), pull)
+            w.copy_(w_bar)
+            return product
+
+        return torch.stack(on_all_cores(complete, blocks_of(means))).to(pull.dtype).sum()
+
+    # ---- Using it --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluated_at(self, seed: int) -> Iterator[None]:
+        """The weight sample `seed` with its own batch-norm statistics, where `recompute_batch_norm` made them."""
+        statistics = self.sample_statistics.get(seed)
+        with self.sampled(seed), with_statistics(self.model, statistics) if statistics else nullcontext():
+            yield
+
+    def recompute_batch_norm(self, batches: Iterable[Mapping[str, Any]], num_samples: int) -> None:
+        """Compute the batch-norm statistics of the weight samples 0 .. num_samples - 1 over training inputs.
+
+        They are kept for `evaluated_at` and `predict_proba` until the posterior is trained further.
+
+        Args:
+            batches: keyword arguments of the model, gone through once for each sample that has no statistics yet.
+            num_samples: how many samples.
+        """
+        if not batch_norm_layers(self.model):
+            return
+        for seed in range(num_samples):
+            if seed not in self.sample_statistics:
+                with self.sampled(seed):
+                    self.sample_statistics[seed] = compute_statistics(
+                        self.model, batches, lambda batch: self.model(**batch)
+                    )
+
+    @torch.no_grad()
+    def predict_proba(self, inputs: Mapping[str, Any], num_samples: int = 0) -> torch.Tensor:
+        """Class probabilities: of the posterior mean, or averaged over weight samples.
+
+            p(y | x) = 1/S sum_s softmax( f(x; w_s) ),    w_s ~ q
+
+        Args:
+            inputs: keyword arguments of the model, which is put in eval mode for the call.
+            num_samples: S; 0 is the posterior mean.
+        """
+        _check_count("num_samples", num_samples)
+        without = [seed for seed in range(num_samples) if seed not in self.sample_statistics]
+        if without and batch_norm_layers(self.model):
+            raise ValueError(
+                f"num_samples: the model has batch norm, and samples {without[0]} to {num_samples - 1} have no "
+                "statistics of their own; averaging with running statistics is wrong. Call `recompute_batch_norm` "
+                "first, of the trainer or of this posterior."
+            )
+        mode = self.model.training
+        self.model.eval()
+        try:
+            if num_samples == 0:
+                return torch.softmax(_logits(self.model(**inputs)), dim=-1)
+            total = 0.0
+            for seed in range(num_samples):
+                with self.evaluated_at(seed):
+                    total = total + torch.softmax(_logits(self.model(**inputs)), dim=-1)
+            return total / num_samples
+        finally:
+            self.model.train(mode)
+
+    # ---- Keeping it ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the model's own state does not hold: rho, lambda, tau and the prior's tensors."""
+        own = {"rho": self.rho.detach(), "lambda_": self.lambda_, "tau": self.tau}
+        return own | {f"prior.{name}": tensor for name, tensor in self.prior.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Tensors) -> None:
+        """The inverse of `state_dict`, for a posterior over the same model and kind of prior; loads nothing if not."""
+        own = self.state_dict()
+        wrong = sorted(state.keys() ^ own.keys())
+        wrong += [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+        if wrong:
+            raise ValueError(
+                f"The saved posterior does not fit this one: {wrong[0]!r} is missing, unknown or of another shape "
+                f"({len(wrong)} such tensors). Use the same model, `prior` and `head_names` as in the saved run."
+            )
+        for name in ("rho", "lambda_", "tau"):
+            own[name].copy_(state[name])
+        self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
+        self.sample_statistics.clear()
+
+    # ---- Inside ----------------------------------------------------------------------------------------------------
+
+    def _resolve_kappa(self, kappa: float | str) -> float | None:
+        if kappa == "auto":
+            return default_kappa(self.num_parameters, self.num_examples) if self.num_examples else None
+        if not (math.isfinite(kappa) and kappa > 0):
+            raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
+        return float(kappa)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by name; a parameter that the loss does not reach starts from zero, as the KL pulls it too."""
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients[name] = parameter.grad
+        return gradients
+
+    def _keep(self, weights: Tensors) -> None:
+        """Copy the means, into the same memory every time."""
+        kept = self._mean_copy
+        if any(name not in kept or not _same_kind(kept[name], tensor) for name, tensor in weights.items()):
+            self._mean_copy = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+        self._copy(weights, self._mean_copy)
+
+    @staticmethod
+    def _copy(source: Tensors, target: Tensors) -> None:
+        on_all_cores(lambda block: block.of(target).copy_(block.of(source)), blocks_of(source))
+
+    def _forbid_while_sampled(self, what: str) -> None:
+        if self._is_sampled:
+            raise RuntimeError(f"{what}: the model holds a weight sample; leave `with sampled(...)` first.")
+
+
+def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
+    if not parameters:
+        raise ValueError("model: it has no trainable parameter. Set `requires_grad` on those that should be learned.")
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"model: {name!r} is {parameter.dtype}, too coarse to hold noise of size sigma. Load the model with "
+                "`dtype=torch.float32`, and use `bf16=True` or `fp16=True` for mixed precision."
+            )
+    unknown = sorted(head_names - parameters.keys())
+    if unknown:
+        raise ValueError(f"head_names: {unknown[0]!r} is not a trainable parameter of the model.")
+
+
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _check_count(argument: str, value: int) -> None:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{argument}: must be a whole number >= 0, got {value!r}.")
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else outputs["logits"] if "logits" in outputs else outputs[0]

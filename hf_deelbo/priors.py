@@ -1,0 +1,274 @@
+"""Gaussian priors over named parameters, p(w) = N(mu_p, v Sigma_p); their variance v (lambda or tau) is learned.
+
+| prior   | mu_p             | Sigma_p                                | class                   |
+|---------|------------------|----------------------------------------|-------------------------|
+| L2-zero | 0                | I                                      | `IsotropicPrior.l2_zero`|
+| L2-SP   | pretrained value | I                                      | `IsotropicPrior.l2_sp`  |
+| PTYL    | pretrained value | S_diag/2 + eps I + Q Q^T / (2K - 2)    | `LowRankPrior`          |
+
+No D x D matrix is ever formed. Sums over D terms are accumulated in float64.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from .blocks import Block, Tensors, blocks_of, on_all_cores
+from .objective import gaussian_kl, optimal_variance
+
+# Sigma_p^-1 (w - mu_p), one block at a time
+PrecisionProduct = Callable[[Block], torch.Tensor]
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Where sums over millions of terms are held: float64, or float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class GaussianPrior(ABC):
+    """N(mu_p, v Sigma_p) over named parameters.
+
+    Attributes:
+        shapes: the shape of each parameter, by name.
+        num_parameters: D, how many numbers they are together.
+        trace_inverse: tr(Sigma_p^-1).
+        log_det: log det Sigma_p.
+    """
+
+    def __init__(self, parameters: Tensors, trace_inverse: torch.Tensor, log_det: torch.Tensor):
+        self.shapes = {name: tensor.shape for name, tensor in parameters.items()}
+        self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
+        self.trace_inverse = trace_inverse
+        self.log_det = log_det
+
+    @abstractmethod
+    def mahalanobis(self, w: Tensors) -> torch.Tensor:
+        """(mu_p - w)^T Sigma_p^-1 (mu_p - w)."""
+
+    @abstractmethod
+    def precision_product(self, w: Tensors) -> PrecisionProduct:
+        """Sigma_p^-1 (w - mu_p), half the gradient of the Mahalanobis distance, as a function of the block."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors this prior is made of, under names that say what they are."""
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy the tensors of `state_dict` back."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+    def optimal_variance(self, w: Tensors, sigma: torch.Tensor) -> torch.Tensor:
+        """lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w)^T Sigma_p^-1 (mu_p - w) ] / D."""
+        return self._optimal_variance(sigma, self.mahalanobis(w))
+
+    def kl(self, w: Tensors, sigma: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        """KL( N(w, sigma^2 I) || N(mu_p, variance * Sigma_p) ); see `objective.gaussian_kl`."""
+        return self._kl(sigma, variance, self.mahalanobis(w))
+
+    def optimum(self, w: Tensors, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The optimal variance and the KL there, with one pass over the weights."""
+        mahalanobis = self.mahalanobis(w)
+        variance = self._optimal_variance(sigma, mahalanobis)
+        return variance, self._kl(sigma, variance, mahalanobis)
+
+    def check_matches(self, parameters: Tensors) -> None:
+        """Raise a `ValueError` unless this prior is over exactly these names and shapes."""
+        missing = sorted(parameters.keys() - self.shapes.keys())
+        unknown = sorted(self.shapes.keys() - parameters.keys())
+        if missing or unknown:
+            raise ValueError(
+                "prior: its parameter names are not those of the model's trainable backbone. "
+                f"Not in the prior: {_some(missing)}. Not in the backbone: {_some(unknown)}. "
+                "Use a prior learned on this architecture, and check `head_names`."
+            )
+        for name, shape in self.shapes.items():
+            if parameters[name].shape != shape:
+                raise ValueError(
+                    f"prior: {name!r} has shape {tuple(shape)}, but {tuple(parameters[name].shape)} in the model. "
+                    "Use a prior learned on this architecture."
+                )
+
+    def _optimal_variance(self, sigma: torch.Tensor, mahalanobis: torch.Tensor) -> torch.Tensor:
+        return optimal_variance(
+            sigma, mahalanobis=mahalanobis, trace_inverse=self.trace_inverse, num_parameters=self.num_parameters
+        )
+
+    def _kl(self, sigma: torch.Tensor, variance: torch.Tensor, mahalanobis: torch.Tensor) -> torch.Tensor:
+        return gaussian_kl(
+            sigma,
+            variance,
+            mahalanobis=mahalanobis,
+            trace_inverse=self.trace_inverse,
+            log_det=self.log_det,
+            num_parameters=self.num_parameters,
+        )
+
+
+class IsotropicPrior(GaussianPrior):
+    """N(mu_p, v I): tr(Sigma_p^-1) = D, log det Sigma_p = 0, Mahalanobis = |w - mu_p|^2.
+
+    Example:
+        >>> prior = IsotropicPrior.l2_zero({"w": torch.zeros(2)})
+        >>> prior.optimal_variance({"w": torch.tensor([3.0, 4.0])}, sigma=torch.tensor(0.0)).item()
+        12.5
+    """
+
+    def __init__(self, parameters: Tensors, mean: Tensors | None = None):
+        num_parameters = sum(tensor.numel() for tensor in parameters.values())
+        device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        trace_inverse = torch.tensor(num_parameters, dtype=wide_dtype(device), device=device)
+        super().__init__(parameters, trace_inverse, log_det=torch.zeros_like(trace_inverse))
+        self.mean = mean
+
+    @classmethod
+    def l2_zero(cls, parameters: Tensors) -> "IsotropicPrior":
+        """N(0, v I)."""
+        return cls(parameters)
+
+    @classmethod
+    def l2_sp(cls, parameters: Tensors) -> "IsotropicPrior":
+        """N(mu, v I) with mu the present values of `parameters` ("starting point"), which are copied."""
+        return cls(parameters, mean={name: tensor.detach().clone() for name, tensor in parameters.items()})
+
+    def mahalanobis(self, w: Tensors) -> torch.Tensor:
+        """|w - mu_p|^2."""
+        difference = self.precision_product(w)
+
+        def squared_norm(block: Block) -> torch.Tensor:
+            return torch.linalg.vector_norm(difference(block), dtype=self.trace_inverse.dtype) ** 2
+
+        terms = on_all_cores(squared_norm, blocks_of(w))
+        return torch.stack(terms).sum() if terms else torch.zeros_like(self.trace_inverse)
+
+    def precision_product(self, w: Tensors) -> PrecisionProduct:
+        """w - mu_p."""
+        if self.mean is None:
+            return lambda block: block.of(w)
+        return lambda block: block.of(w) - block.of(self.mean)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`mean.<name>`, or nothing for L2-zero."""
+        return {f"mean.{name}": tensor for name, tensor in (self.mean or {}).items()}
+
+
+class LowRankPrior(GaussianPrior):
+    """N(mu, v Sigma_p), Sigma_p = A + U U^T with A = S_diag/2 + eps I and U = Q / sqrt(2K - 2): PTYL's prior.
+
+    With the K x K matrix M = I + U^T A^-1 U (Woodbury, matrix determinant lemma), computed once in float64:
+
+        tr(Sigma_p^-1)  = tr(A^-1) - tr(M^-1 U^T A^-2 U)
+        log det Sigma_p = log det A + log det M
+        Sigma_p^-1 d    = A^-1 d - A^-1 U M^-1 U^T A^-1 d
+
+    Args:
+        mean: mu, by parameter name.
+        diagonal: S_diag, SWAG's variances, with the same names and shapes.
+        deviations: Q, SWAG's K >= 2 deviations stacked along a new first dimension of each parameter.
+        eps: what is added to the diagonal.
+
+    Example:
+        >>> w = {"w": torch.zeros(3)}
+        >>> prior = LowRankPrior(mean=w, diagonal={"w": torch.ones(3)}, deviations={"w": torch.eye(3)[:2]}, eps=0.5)
+        >>> prior.log_det.item()  # Sigma_p = diag(1.5, 1.5, 1)
+        0.8109302162163288
+    """
+
+    def __init__(self, mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float = 0.1):
+        self.rank = _check_low_rank(mean, diagonal, deviations, eps)
+        self.mean, self.diagonal, self.deviations, self.eps = mean, diagonal, deviations, eps
+        device = next(iter(mean.values())).device
+        self._wide = wide_dtype(device)
+
+        def moments(block: Block) -> tuple[torch.Tensor, ...]:
+            a, u = self._factors(block)
+            return (1 / a).sum(), a.log().sum(), (u / a) @ u.T, (u / a**2) @ u.T
+
+        sums = [torch.stack(parts).sum(0) for parts in zip(*on_all_cores(moments, blocks_of(mean)), strict=True)]
+        inverse_a, log_a, u_a_u, u_a2_u = sums
+        self._m = torch.eye(self.rank, dtype=self._wide, device=device) + u_a_u
+        super().__init__(
+            mean,
+            trace_inverse=inverse_a - torch.linalg.solve(self._m, u_a2_u).trace(),
+            log_det=log_a + torch.linalg.slogdet(self._m).logabsdet,
+        )
+
+    def mahalanobis(self, w: Tensors) -> torch.Tensor:
+        """d^T A^-1 d - b^T M^-1 b, with d = w - mu and b = U^T A^-1 d."""
+
+        def parts(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+            a, u = self._factors(block)
+            d = self._deviation(w, block)
+            return torch.dot(d / a, d), u @ (d / a)
+
+        distances, projections = zip(*on_all_cores(parts, blocks_of(w)), strict=True)
+        b = torch.stack(projections).sum(0)
+        return torch.stack(distances).sum() - torch.dot(b, torch.linalg.solve(self._m, b))
+
+    def precision_product(self, w: Tensors) -> PrecisionProduct:
+        """A^-1 (d - U M^-1 b), with d = w - mu and b = U^T A^-1 d."""
+
+        def projection(block: Block) -> torch.Tensor:
+            a, u = self._factors(block)
+            return u @ (self._deviation(w, block) / a)
+
+        b = torch.stack(on_all_cores(projection, blocks_of(w))).sum(0)
+        coefficients = torch.linalg.solve(self._m, b)
+
+        def product(block: Block) -> torch.Tensor:
+            a, u = self._factors(block)
+            weights = block.of(w)
+            return ((self._deviation(w, block) - coefficients @ u) / a).view(weights.shape).to(weights.dtype)
+
+        return product
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`mean.<name>`, `diagonal.<name>` and `deviations.<name>`."""
+        parts = {"mean": self.mean, "diagonal": self.diagonal, "deviations": self.deviations}
+        return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy the tensors back, and compute M, the trace and the determinant anew."""
+        super().load_state_dict(state)
+        self.__init__(self.mean, self.diagonal, self.deviations, self.eps)
+
+    def _factors(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """A as a vector and U^T as a K x D matrix, of one block."""
+        a = block.of(self.diagonal).flatten().to(self._wide) / 2 + self.eps
+        deviations = self.deviations[block.name]
+        rows = deviations[:, block.rows] if deviations.dim() > 1 else deviations
+        return a, rows.reshape(self.rank, -1).to(self._wide) / (2 * self.rank - 2) ** 0.5
+
+    def _deviation(self, w: Tensors, block: Block) -> torch.Tensor:
+        return block.of(w).flatten().to(self._wide) - block.of(self.mean).flatten().to(self._wide)
+
+
+def _check_low_rank(mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float) -> int:
+    """K, or a `ValueError` that says which argument is wrong."""
+    for argument, tensors in (("diagonal", diagonal), ("deviations", deviations)):
+        if tensors.keys() != mean.keys():
+            different = sorted(tensors.keys() ^ mean.keys())
+            raise ValueError(f"{argument}: its parameter names differ from those of `mean`: {_some(different)}.")
+    ranks = {tensor.shape[0] if tensor.dim() else 0 for tensor in deviations.values()}
+    if len(ranks) != 1 or min(ranks) < 2:
+        raise ValueError(
+            f"deviations: every tensor needs the same first dimension K >= 2, got {sorted(ranks)}. "
+            "Sigma_p divides by 2K - 2."
+        )
+    for name, tensor in mean.items():
+        if diagonal[name].shape != tensor.shape or deviations[name].shape[1:] != tensor.shape:
+            raise ValueError(
+                f"{name!r}: mean {tuple(tensor.shape)}, diagonal {tuple(diagonal[name].shape)} and deviations "
+                f"{tuple(deviations[name].shape)} do not fit; the last should be (K, *mean.shape)."
+            )
+        if not bool((diagonal[name] / 2 + eps > 0).all()):
+            raise ValueError(f"diagonal: S_diag/2 + eps must be positive, but is not in {name!r} (eps={eps}).")
+    return ranks.pop()
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(repr(name) for name in names[:limit]) + more

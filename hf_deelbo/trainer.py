@@ -1,0 +1,467 @@
+"""A `transformers.Trainer` whose loss is the DE ELBo and which learns its own regularisation strength."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from tqdm.auto import tqdm
+from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
+from transformers.utils import ModelOutput, logging
+
+from .batch_norm import batch_norm_layers
+from .callbacks import PriorVarianceCallback
+from .config import DEELBoConfig
+from .data import class_balanced_indices, column_of_labels
+from .modeling import head_parameter_names
+from .objective import DEELBo, training_loss
+from .posterior import GaussianPosterior
+from .priors import GaussianPrior, IsotropicPrior
+
+logger = logging.get_logger(__name__)
+
+POSTERIOR_FILE = "posterior.safetensors"
+
+
+class DEELBoTrainer(Trainer):
+    """Fine-tunes a classifier by the data-emphasised ELBo, in one run on all the data, with no validation set.
+
+        loss = NLL of the batch at one weight sample + [ KL(q(w) || p(w)) + KL(q(V) || p(V)) ] / (kappa N)
+
+    It takes the arguments of `transformers.Trainer`, and:
+
+    Args:
+        args: a `DEELBoConfig`.
+        prior: the backbone's prior, over its trainable parameters by name; needed for `args.prior="ptyl"` and in
+            place of the one that `args.prior` names.
+        elbo_dataset: the training set without augmentation, for `de_elbo` and batch-norm statistics; default is
+            `train_dataset` itself.
+        compute_loss_func: a likelihood of your own: `(outputs, labels, num_items_in_batch=None)` to the *mean*
+            negative log likelihood of the batch's examples.
+
+    Attributes:
+        posterior: the `GaussianPosterior`: `sigma`, `rho`, `lambda_`, `tau`, `kappa`, `num_parameters`, ...
+
+    Example:
+        ```python
+        args = DEELBoConfig("outputs", max_steps=600, learning_rate=0.1)
+        trainer = DEELBoTrainer(model, args, train_dataset=train, eval_dataset=test)
+        trainer.train()
+        trainer.posterior.lambda_, trainer.posterior.tau  # learned
+        trainer.de_elbo().value  # compares runs, without a validation set
+        ```
+    """
+
+    # `compute_loss` returns the mean over a batch, so Trainer divides by the number of accumulated batches
+    loss_is_scaled_for_ga = False
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: DEELBoConfig | None = None,
+        *trainer_args: Any,
+        prior: GaussianPrior | None = None,
+        elbo_dataset: Dataset | datasets.Dataset | None = None,
+        **trainer_kwargs: Any,
+    ):
+        args = DEELBoConfig("trainer_output") if args is None else args
+        if not isinstance(args, DEELBoConfig):
+            raise TypeError(f"args: must be a DEELBoConfig, got {type(args).__name__}; it takes the same arguments.")
+        self._posterior = None
+        self._given_prior = prior
+        self._elbo_dataset = elbo_dataset
+        super().__init__(model, args, *trainer_args, **trainer_kwargs)
+        self._refuse_unsupported()
+        self._examples_in_step = None
+        self.add_callback(PriorVarianceCallback(self))
+        if self.train_dataset is not None:
+            self._train_batch_size = self._batch_size_within_dataset()
+            self.posterior  # noqa: B018  built now, so that what does not fit is said now
+
+    # ---- The posterior ---------------------------------------------------------------------------------------------
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        """The posterior over the model's trainable parameters; its mean is the model itself."""
+        if self._posterior is None:
+            names = head_parameter_names(self.model, self.args.head_names)
+            self._posterior = GaussianPosterior(
+                self.model,
+                names,
+                self._make_prior(names),
+                init_sigma=self.args.init_sigma,
+                kappa=self.args.kappa,
+                num_examples=self._num_train_examples(),
+            )
+        return self._posterior
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model, and with it a new posterior."""
+        self._posterior = None
+        return super().call_model_init(trial)
+
+    def _make_prior(self, head_names: list[str]) -> GaussianPrior:
+        if self._given_prior is not None:
+            return self._given_prior
+        if self.args.prior == "ptyl":
+            raise ValueError('prior: "ptyl" needs the prior itself; pass `prior=LowRankPrior(...)` to the trainer.')
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        backbone = {name: p for name, p in trainable.items() if name not in head_names}
+        return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)
+
+    def _num_train_examples(self) -> int | None:
+        if self.args.num_train_examples is not None or self.train_dataset is None:
+            return self.args.num_train_examples
+        if not has_length(self.train_dataset):
+            raise ValueError(
+                "num_train_examples: the training set does not tell its length, and the objective needs N. Set "
+                "`num_train_examples` to the number of different examples it yields."
+            )
+        if len(self.train_dataset) == 0:
+            raise ValueError("train_dataset: it is empty; there is nothing to learn from.")
+        return len(self.train_dataset)
+
+    def _batch_size_within_dataset(self) -> int:
+        """min(batch size, N): a batch larger than the training set would be dropped as incomplete."""
+        if not (self.args.dataloader_drop_last and has_length(self.train_dataset)):
+            return self._train_batch_size
+        most = max(1, len(self.train_dataset) // self.args.world_size)
+        if self._train_batch_size > most:
+            logger.warning(
+                f"per_device_train_batch_size={self._train_batch_size} exceeds the training set; using {most}."
+            )
+        return min(self._train_batch_size, most)
+
+    # ---- Training --------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimiser of `Trainer` or your own, with rho in its first group."""
+        optimizer = super().create_optimizer(model)
+        for group in optimizer.param_groups:
+            if group.get("weight_decay", 0) != 0:
+                raise ValueError(
+                    f"optimizer: its weight_decay must be 0, got {group['weight_decay']}; the KL is the decay."
+                )
+        rho = self.posterior.rho
+        if not any(parameter is rho for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.param_groups[0]["params"].append(rho)
+        return optimizer
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._nll_since_log, self._steps_since_log = torch.zeros((), device=self.args.device), 0
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """The batches of one optimiser step, whose sizes are noted so that `compute_loss` can weigh them."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._examples_in_step = sum(find_batch_size(batch) or 0 for batch in batches)
+        return batches, num_items
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward at w = w_bar + sigma * eps, then the gradients of w_bar and rho; w_bar is back after.
+
+        eps is drawn from (seed, step): the same for all batches of a step, on every process, and after a resume.
+        """
+        self.posterior.sample_statistics.clear()
+        with self.posterior.sampled(self.args.seed, self.state.global_step):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            finite = torch.isfinite(loss)
+            if self.accelerator.sync_gradients:
+                self._steps_since_log += 1
+                self.posterior.complete_gradients(self._loss_scale())
+                if self.accelerator.scaler is None:  # with a scaler an overflow is expected, and skips the step
+                    finite &= torch.isfinite(self.posterior.rho.grad)  # <g, eps> is as finite as g
+        if not finite:
+            self._raise_non_finite(loss)
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """In train mode the DE ELBo as a loss, NLL + KL / (kappa N); in eval mode the NLL alone.
+
+        The NLL is the mean over the batch. The KL is that of the present lambda and tau; its gradient, and that of
+        rho, is added in closed form by `training_step`.
+        """
+        labels = inputs.get("labels")
+        if model.training and labels is not None and (self.state.epoch or 0) < 1:  # each example once
+            self._check_labels(labels)
+        num_examples = find_batch_size(inputs)
+        nll, outputs = super().compute_loss(model, dict(inputs), return_outputs=True)
+        nll = nll.mean()  # over the devices of a `DataParallel` model
+        if not model.training:
+            return (nll, outputs) if return_outputs else nll
+        if self._examples_in_step:
+            # Trainer averages over the batches of a step; a smaller one must weigh less
+            nll = nll * (num_examples * self.current_gradient_accumulation_steps / self._examples_in_step)
+        self._nll_since_log += nll.detach() / self.current_gradient_accumulation_steps
+        posterior = self.posterior
+        kl = (posterior.kl.backbone + posterior.kl.head).to(nll.dtype)
+        loss = training_loss(nll, kl, posterior.kappa, posterior.num_examples)
+        return (loss, outputs) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip over all parameters with rho."""
+        parameters = [*model.parameters(), self.posterior.rho]
+        return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
+
+    def _loss_scale(self) -> torch.Tensor | float:
+        scaler = self.accelerator.scaler
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
+
+    def _raise_non_finite(self, loss: torch.Tensor) -> None:
+        self.model.zero_grad()
+        posterior = self.posterior
+        raise FloatingPointError(
+            f"Step {self.state.global_step + 1}: the loss ({float(loss):.4g}) or its gradient is not finite, with "
+            f"lambda={float(posterior.lambda_):.4g}, tau={float(posterior.tau):.4g}, "
+            f"sigma={float(posterior.sigma):.4g}. The model is at the posterior mean that the step started from. "
+            f"Try a smaller learning_rate than {self.args.learning_rate}, and look for bad values in the inputs."
+        )
+
+    def _check_labels(self, labels: torch.Tensor) -> None:
+        if self.compute_loss_func is not None:
+            return
+        num_labels = getattr(getattr(self.model, "config", None), "num_labels", None)
+        if labels.is_floating_point() or labels.dim() != 1 or num_labels == 1:
+            raise ValueError(
+                f"labels: expected one class index per example, got {labels.dtype} of shape {tuple(labels.shape)} for "
+                f"a head of {num_labels} outputs. For another likelihood (several labels, regression, tokens) pass "
+                "`compute_loss_func`, which returns the mean negative log likelihood of the examples."
+            )
+        lowest, highest = int(labels.min()), int(labels.max())
+        if lowest < 0 or (num_labels is not None and highest >= num_labels):
+            raise ValueError(
+                f"labels: found {lowest if lowest < 0 else highest}, but the head has {num_labels} classes, 0 to "
+                f"{num_labels - 1 if num_labels else '?'}. Load the model with the dataset's `num_labels`."
+            )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the parts of the loss and what was learned beside it."""
+        if "loss" in logs:
+            posterior = self.posterior
+            nll = self.accelerator.gather(self._nll_since_log).mean().item() / max(1, self._steps_since_log)
+            kl_backbone, kl_head = float(posterior.kl.backbone), float(posterior.kl.head)
+            parts = DEELBo(nll, kl_backbone, kl_head, posterior.kappa, posterior.num_examples)
+            logs |= {
+                "nll": nll,
+                "kl_backbone": kl_backbone,
+                "kl_head": kl_head,
+                "de_elbo": parts.value,
+                "lambda": float(posterior.lambda_),
+                "tau": float(posterior.tau),
+                "sigma": float(posterior.sigma),
+            }
+            self._nll_since_log.zero_()
+            self._steps_since_log = 0
+        super().log(logs, start_time)
+
+    # ---- The DE ELBo of what was learned ---------------------------------------------------------------------------
+
+    def de_elbo(self, dataset: Dataset | datasets.Dataset | None = None, num_samples: int | None = None) -> DEELBo:
+        """J at the posterior, at the optimal lambda and tau, by Monte Carlo over weight samples.
+
+            J = kappa * N * 1/S sum_s [ mean_i log p(y_i | w_s, V_s) ] - KL(q(w) || p(w)) - KL(q(V) || p(V))
+
+        The highest J chooses among runs (learning rates, sigma's start) without a validation set.
+
+        Args:
+            dataset: where to take the mean over examples; default is the training set, without augmentation if the
+                trainer was given an `elbo_dataset`.
+            num_samples: S; default is `args.num_elbo_samples`.
+
+        Returns:
+            A `DEELBo`: J is its `value`.
+        """
+        num_samples = self.args.num_elbo_samples if num_samples is None else num_samples
+        if not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples: must be a whole number of at least 1, got {num_samples!r}.")
+        dataset = self._training_inputs() if dataset is None else dataset
+        posterior = self.posterior
+        posterior.kl_weight  # noqa: B018  says so if N is not known
+        posterior.update_prior_variances()
+        self.recompute_batch_norm(num_samples)
+        samples = self._progress(range(num_samples), "DE ELBo")
+        with self._in_eval_mode():
+            nlls = torch.tensor([self._mean_nll(dataset, seed) for seed in samples], dtype=torch.float64)
+        return DEELBo(
+            nll=nlls.mean().item(),
+            kl_backbone=float(posterior.kl.backbone),
+            kl_head=float(posterior.kl.head),
+            kappa=posterior.kappa,
+            num_examples=posterior.num_examples,
+            nll_standard_error=(nlls.std() / math.sqrt(num_samples)).item() if num_samples > 1 else math.nan,
+        )
+
+    @torch.no_grad()
+    def _mean_nll(self, dataset: Any, seed: int) -> float:
+        """Mean over all examples, each once: every process takes its share, without padding."""
+        world_size, rank = self.args.world_size, self.args.process_index
+        if world_size > 1 and has_length(dataset):
+            dataset = Subset(self._without_unused_columns(dataset), range(rank, len(dataset), world_size))
+        totals = torch.zeros(2, dtype=torch.float64)
+        with self.posterior.evaluated_at(seed):
+            for inputs in self._batches(dataset):
+                count = find_batch_size(inputs)
+                with self.accelerator.autocast():
+                    nll = self.compute_loss(self.model, inputs)
+                totals += torch.tensor([nll.item() * count, count], dtype=torch.float64)
+        total, count = self.accelerator.reduce(totals.to(self.args.device), "sum").tolist()
+        return total / count
+
+    def recompute_batch_norm(self, num_samples: int) -> None:
+        """Give the weight samples 0 .. num_samples - 1 batch-norm statistics of their own, over training inputs.
+
+        `de_elbo`, `evaluate` and `predict` do so by themselves; nothing is done for a model without batch norm or with
+        `recompute_batch_norm=False`.
+        """
+        if not (self.args.recompute_batch_norm and batch_norm_layers(self.model)):
+            return
+        inputs, most = self._training_inputs(), self.args.num_batch_norm_examples
+        if has_length(inputs) and len(inputs) > most:
+            labels = column_of_labels(inputs) or [0] * len(inputs)
+            inputs = Subset(self._without_unused_columns(inputs), class_balanced_indices(labels, most, self.args.seed))
+        with self.accelerator.autocast():
+            self.posterior.recompute_batch_norm(self._batches(inputs, without=self.label_names), num_samples)
+
+    # ---- Evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """`Trainer`'s loop, at the posterior mean or (`num_eval_samples`) with averaged probabilities."""
+        if self.args.num_eval_samples:
+            self.recompute_batch_norm(self.args.num_eval_samples)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """NLL and logits at the posterior mean, or of the probabilities averaged over weight samples.
+
+        In the second case the logits are log( 1/S sum_s softmax(logits_s) ), whose softmax is the average.
+        """
+        num_samples = self.args.num_eval_samples
+        if num_samples == 0:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        log_probabilities = []
+        for seed in range(num_samples):
+            with self.posterior.evaluated_at(seed):
+                loss, logits, labels = super().prediction_step(model, dict(inputs), False, ignore_keys)
+            logits = logits[0] if isinstance(logits, (tuple, list)) else logits
+            log_probabilities.append(torch.log_softmax(logits.float(), dim=-1))
+        average = torch.logsumexp(torch.stack(log_probabilities), dim=0) - math.log(num_samples)
+        if loss is not None:
+            loss = self._nll_of(average, labels)
+        return (loss, None, None) if prediction_loss_only else (loss, average, labels)
+
+    def _nll_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=None)
+        return nn.functional.cross_entropy(logits, labels)
+
+    # ---- Data ------------------------------------------------------------------------------------------------------
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """`Trainer`'s, but `dataloader_drop_last` is for training: an evaluation keeps every example."""
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drop_last and is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
+    def _training_inputs(self) -> Any:
+        dataset = self.train_dataset if self._elbo_dataset is None else self._elbo_dataset
+        if dataset is None:
+            raise ValueError("dataset: the trainer has no `train_dataset` to compute this on; give it one.")
+        return dataset
+
+    def _without_unused_columns(self, dataset: Any) -> Any:
+        return self._remove_unused_columns(dataset) if isinstance(dataset, datasets.Dataset) else dataset
+
+    def _batches(self, dataset: Any, without: Sequence[str] = ()) -> "_Mapped":
+        """Batches in order, on the device, not sharded; `without` are keys left out."""
+        collator = self.data_collator
+        if not isinstance(dataset, datasets.Dataset):
+            collator = self._get_collator_with_removed_columns(collator)
+        loader = DataLoader(
+            self._without_unused_columns(dataset),
+            batch_size=self.args.eval_batch_size,
+            collate_fn=collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+        def prepare(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            return self._prepare_inputs({key: value for key, value in inputs.items() if key not in without})
+
+        return _Mapped(prepare, loader)
+
+    def _progress(self, items: Iterable, description: str) -> Iterable:
+        disable = self.args.disable_tqdm or not self.is_local_process_zero()
+        return tqdm(items, desc=description, disable=disable, leave=False)
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        mode = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(mode)
+
+    def _refuse_unsupported(self) -> None:
+        if self.is_model_parallel:
+            raise ValueError("model: it is spread over several devices; load it on one, without `device_map`.")
+
+    # ---- Checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        self.posterior.update_prior_variances()
+        tensors = {name: tensor.contiguous() for name, tensor in self.posterior.state_dict().items()}
+        save_file(tensors, os.path.join(output_dir or self.args.output_dir, POSTERIOR_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_posterior(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_posterior(self.state.best_model_checkpoint)
+
+    def _load_posterior(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, POSTERIOR_FILE)
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is missing: the checkpoint was not written by a DEELBoTrainer.")
+        self.posterior.load_state_dict(load_file(path))
+
+
+class _Mapped:
+    """`map(function, iterable)`, any number of times."""
+
+    def __init__(self, function: Callable, iterable: Iterable):
+        self.function, self.iterable = function, iterable
+
+    def __iter__(self) -> Iterator:
+        return map(self.function, self.iterable)
