@@ -18,8 +18,8 @@ class DEELBoConfig(TrainingArguments):
     The prior
 
     Args:
-        prior: p(w) of the backbone up to its variance lambda: `"l2-sp"` is N(pretrained weights, lambda I), `"l2-zero"`
-            is N(0, lambda I), `"ptyl"` is a low-rank Gaussian that you pass to the trainer as `prior=`.
+        prior: p(w) of the backbone up to its variance lambda: `"l2-sp"` is N(pretrained weights, lambda I),
+            `"l2-zero"` is N(0, lambda I), `"ptyl"` is a low-rank Gaussian that you pass to the trainer as `prior=`.
         head_names: modules or parameters that form the head, which has the prior N(0, tau I); found by itself if not
             given.
 
@@ -43,8 +43,8 @@ class DEELBoConfig(TrainingArguments):
 
     Inherited arguments with another default, after the paper: `optim="sgd"` with Nesterov momentum 0.9 and a clip of
     the gradient norm at 1.0, `lr_scheduler_type="cosine"`, `learning_rate=0.01`, `per_device_train_batch_size=128` (or
-    N, if that is less), `dataloader_drop_last=True` (of training batches; evaluation keeps all). `weight_decay` stays
-    0: the KL is the decay.
+    N, if that is less), `per_device_eval_batch_size=128`, `dataloader_drop_last=True` (of training batches; evaluation
+    keeps all). `weight_decay` stays 0: the KL is the decay.
 
     Example:
         >>> DEELBoConfig(output_dir="outputs", prior="l2-sp", kappa=1).kappa
@@ -58,7 +58,7 @@ class DEELBoConfig(TrainingArguments):
 
     kappa: str = field(
         default="auto",
-        metadata={"help": "Weight of the likelihood: `auto` (D/N) or a positive number; 1 is the ELBo."},
+        metadata={"help": "Weight of the likelihood: `auto` (D/N) or a positive number; 1 is the plain ELBo."},
     )
     init_sigma: float = field(default=1e-4, metadata={"help": "Where the posterior's standard deviation starts."})
     num_train_examples: int | None = field(
@@ -85,6 +85,7 @@ class DEELBoConfig(TrainingArguments):
     per_device_train_batch_size: int = field(
         default=128, metadata={"help": "Batch size of a device in training; N if the training set is smaller."}
     )
+    per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of a device in evaluation."})
     dataloader_drop_last: bool = field(
         default=True, metadata={"help": "Drop the last incomplete batch in training; evaluation keeps it."}
     )
@@ -115,8 +116,8 @@ class DEELBoConfig(TrainingArguments):
     def _check_inherited(self) -> None:
         if self.weight_decay != 0:
             raise ValueError(
-                f"weight_decay: must be 0, got {self.weight_decay}. The KL to the prior is the decay, and its strength "
-                "is learned."
+                f"weight_decay: must be 0, got {self.weight_decay}. The KL to the prior is the decay, and its "
+                "strength is learned."
             )
         if self.label_smoothing_factor != 0:
             raise ValueError(
@@ -131,8 +132,8 @@ class DEELBoConfig(TrainingArguments):
             raise ValueError(f"{wanted}: 16-bit weights cannot hold the posterior; use `bf16` or `fp16` autocast.")
         if any(kind in str(self.optim) for kind in _FUSED_BACKWARD_OPTIMIZERS):
             raise ValueError(
-                f"optim: {self.optim} updates the weights inside the backward pass, before the KL's gradient is there; "
-                'use "sgd" or "adamw_torch".'
+                f"optim: {self.optim} updates the weights inside the backward pass, before the KL's gradient is "
+                'there; use "sgd" or "adamw_torch".'
             )
 
 

@@ -191,7 +191,7 @@ class GaussianPosterior:
         self._is_sampled = False
 
     def _complete_part(self, prior: GaussianPrior, pull: torch.Tensor) -> torch.Tensor:
-        """Over the parameters of `prior`, in one pass: <g, w - w_bar>, g += pull * Sigma_p^-1 (w_bar - mu_p), w = w_bar."""
+        """In one pass over a part: return <g, w - w_bar>, set g += pull * Sigma_p^-1 (w_bar - mu_p) and w = w_bar."""
         weights, gradients = self.parameters(), self._gradients()
         means = {name: self._mean_copy[name] for name in prior.shapes}
         precision_product = prior.precision_product(means)

@@ -1,0 +1,136 @@
+"""Tiny models and data that need no network."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_deelbo import DEELBoConfig, DEELBoTrainer
+
+NUM_LABELS = 3
+
+
+def tiny_vit() -> PreTrainedModel:
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        num_labels=NUM_LABELS,
+    )
+    return ViTForImageClassification(config)
+
+
+def tiny_resnet() -> PreTrainedModel:
+    config = ResNetConfig(
+        num_channels=1,
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+        num_labels=NUM_LABELS,
+    )
+    return ResNetForImageClassification(config)
+
+
+def tiny_bert() -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=NUM_LABELS,
+    )
+    return BertForSequenceClassification(config)
+
+
+MODELS = {"vit": tiny_vit, "resnet": tiny_resnet, "bert": tiny_bert}
+
+
+def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return MODELS[kind]()
+
+
+def make_dataset(kind: str, size: int = 24, seed: int = 1) -> list[dict]:
+    """Random inputs; labels follow the inputs, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "bert":
+        inputs = torch.randint(1, 50, (size, 6), generator=generator)
+        labels = inputs[:, 0] % NUM_LABELS
+        return [{"input_ids": x, "labels": int(y)} for x, y in zip(inputs, labels, strict=True)]
+    labels = torch.arange(size) % NUM_LABELS
+    inputs = torch.randn(size, 1, 8, 8, generator=generator) + 2 * labels.view(-1, 1, 1, 1)
+    return [{"pixel_values": x, "labels": int(y)} for x, y in zip(inputs, labels, strict=True)]
+
+
+@pytest.fixture
+def make_config(tmp_path) -> Callable[..., DEELBoConfig]:
+    def make(**kwargs) -> DEELBoConfig:
+        defaults = {
+            "output_dir": str(tmp_path / "outputs"),
+            "max_steps": 4,
+            "learning_rate": 0.1,
+            "init_sigma": 0.05,
+            "per_device_train_batch_size": 8,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        return DEELBoConfig(**(defaults | kwargs))
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(make_config) -> Callable[..., DEELBoTrainer]:
+    """A trainer of a tiny model; keywords of the trainer in `trainer`, all others are the config's."""
+
+    def make(kind: str = "vit", model=None, train_dataset=None, trainer: dict | None = None, **kwargs):
+        return DEELBoTrainer(
+            make_model(kind) if model is None else model,
+            make_config(**kwargs),
+            train_dataset=make_dataset(kind) if train_dataset is None else train_dataset,
+            **(trainer or {}),
+        )
+
+    return make
+
+
+@pytest.fixture
+def snapshot() -> Callable:
+    """A copy of all that the model holds."""
+    return lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
+def assert_same() -> Callable:
+    """Equal to the bit."""
+
+    def check(one: dict, other: dict) -> None:
+        assert one.keys() == other.keys()
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+    return check
