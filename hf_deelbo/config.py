@@ -130,9 +130,9 @@ class DEELBoConfig(TrainingArguments):
         if self.fp16_full_eval or self.bf16_full_eval:
             wanted = "fp16_full_eval" if self.fp16_full_eval else "bf16_full_eval"
             raise ValueError(f"{wanted}: 16-bit weights cannot hold the posterior; use `bf16` or `fp16` autocast.")
-        if any(kind in str(self.optim) for kind in _FUSED_BACKWARD_OPTIMIZERS):
+        if any(kind in self.optim for kind in _FUSED_BACKWARD_OPTIMIZERS):
             raise ValueError(
-                f"optim: {self.optim} updates the weights inside the backward pass, before the KL's gradient is "
+                f"optim: {self.optim.value} updates the weights inside the backward pass, before the KL's gradient is "
                 'there; use "sgd" or "adamw_torch".'
             )
 

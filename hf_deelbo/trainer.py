@@ -8,14 +8,15 @@ from typing import Any
 
 import datasets
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm.auto import tqdm
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
-from transformers.utils import ModelOutput, logging
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
@@ -443,12 +444,27 @@ class DEELBoTrainer(Trainer):
         save_file(tensors, os.path.join(output_dir or self.args.output_dir, POSTERIOR_FILE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._has_other_names(resume_from_checkpoint):
+            loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(loaded.state_dict())
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._load_posterior(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._load_posterior(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _has_other_names(self, checkpoint: str) -> bool:
+        """Whether `save_pretrained` wrote the weights under the names of the original architecture.
+
+        It does for ViT, among others. `Trainer` looks for the model's present names, does not find them, and goes on
+        from what the model happens to hold, with a warning; `from_pretrained` translates them.
+        """
+        path = os.path.join(checkpoint, SAFE_WEIGHTS_NAME)
+        if not isinstance(self.model, PreTrainedModel) or not os.path.isfile(path):
+            return False
+        with safe_open(path, framework="pt") as file:
+            return not set(file.keys()) <= self.model.state_dict().keys()
 
     def _load_posterior(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, POSTERIOR_FILE)

@@ -1,0 +1,78 @@
+import json
+import math
+
+import pytest
+import yaml
+from transformers import HfArgumentParser
+
+from hf_deelbo import DEELBoConfig
+
+
+def parse(*arguments: str) -> DEELBoConfig:
+    return HfArgumentParser(DEELBoConfig).parse_args_into_dataclasses(["--use_cpu", *arguments])[0]
+
+
+def test_defaults_are_those_of_the_paper(tmp_path):
+    config = DEELBoConfig(str(tmp_path), use_cpu=True)
+    assert (config.prior, config.kappa, config.init_sigma) == ("l2-sp", "auto", 1e-4)
+    assert (config.num_eval_samples, config.num_elbo_samples, config.head_names) == (0, 10, None)
+    assert (config.optim, config.optim_args) == ("sgd", "momentum=0.9,nesterov=True")
+    assert (config.lr_scheduler_type, config.max_grad_norm, config.weight_decay) == ("cosine", 1.0, 0.0)
+    assert (config.per_device_train_batch_size, config.dataloader_drop_last) == (128, True)
+
+
+def test_command_line():
+    config = parse("--prior", "l2-zero", "--kappa", "2.5", "--head_names", "a", "b", "--no_recompute_batch_norm")
+    assert (config.prior, config.kappa, config.head_names) == ("l2-zero", 2.5, ["a", "b"])
+    assert config.recompute_batch_norm is False
+    assert parse("--kappa", "auto").kappa == "auto"
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize("kappa", ["auto", 1])
+def test_files(tmp_path, suffix, kappa):
+    settings = {"output_dir": str(tmp_path), "kappa": kappa, "init_sigma": 0.01, "head_names": ["fc"], "use_cpu": True}
+    path = tmp_path / f"config.{suffix}"
+    path.write_text((json.dumps if suffix == "json" else yaml.safe_dump)(settings))
+    parser = HfArgumentParser(DEELBoConfig)
+    (config,) = (parser.parse_json_file if suffix == "json" else parser.parse_yaml_file)(path)
+    assert (config.kappa, config.init_sigma, config.head_names) == (kappa, 0.01, ["fc"])
+
+
+def test_it_survives_its_own_json(tmp_path):
+    config = DEELBoConfig(str(tmp_path), kappa=3, init_sigma=1e-3, learning_rate=0.1, use_cpu=True)
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json_string())
+    (again,) = HfArgumentParser(DEELBoConfig).parse_json_file(path, allow_extra_keys=True)
+    assert again.to_dict() == config.to_dict()
+
+
+def test_arguments_of_sgd_are_not_given_to_another_optimizer(tmp_path):
+    assert DEELBoConfig(str(tmp_path), optim="adamw_torch", use_cpu=True).optim_args is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("kappa", 0, 'kappa: must be a positive number or "auto"'),
+        ("kappa", -1.0, "kappa: .*-1.0"),
+        ("kappa", math.nan, "kappa: .*nan"),
+        ("kappa", math.inf, "kappa: .*inf"),
+        ("kappa", "many", "kappa: .*'many'"),
+        ("init_sigma", 0, "init_sigma: must be a positive number, got 0"),
+        ("init_sigma", -1e-4, "init_sigma"),
+        ("init_sigma", math.nan, "init_sigma"),
+        ("prior", "l3", "unknown prior 'l3'; choose one of l2-zero, l2-sp, ptyl"),
+        ("num_eval_samples", -1, "num_eval_samples: .*-1"),
+        ("num_elbo_samples", 0, "num_elbo_samples: .* at least 1, got 0"),
+        ("num_train_examples", 0, "num_train_examples: .* got 0"),
+        ("num_batch_norm_examples", 1, "num_batch_norm_examples: .* got 1"),
+        ("weight_decay", 0.01, "weight_decay: must be 0, got 0.01. The KL"),
+        ("label_smoothing_factor", 0.1, "label_smoothing_factor: must be 0"),
+        ("bf16_full_eval", True, "bf16_full_eval: 16-bit weights"),
+        ("optim", "adalomo", "inside the backward pass"),
+    ],
+)
+def test_bad_values_are_refused_by_name(tmp_path, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        DEELBoConfig(str(tmp_path), use_cpu=True, **{name: value})
