@@ -1,6 +1,7 @@
 """Walk over millions of named numbers in pieces: on all cores, in cache, in a fixed order."""
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -9,44 +10,93 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-# 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a core's cache.
+# 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a cache.
 BLOCK_SIZE = 2**18
 
 Tensors = Mapping[str, torch.Tensor]
 Result = TypeVar("Result")
 
 
-class Block(NamedTuple):
-    """Some rows of one named tensor.
-
-    Example:
-        >>> block = Block("weight", slice(2, 4))
-        >>> block.of({"weight": torch.arange(6.0)})
-        tensor([2., 3.])
-    """
+class Piece(NamedTuple):
+    """Some rows of one named tensor."""
 
     name: str
     rows: slice
 
-    def of(self, tensors: Tensors) -> torch.Tensor:
-        """A view of this block in `tensors`, whatever their memory layout."""
-        tensor = tensors[self.name]
-        return tensor[self.rows] if tensor.dim() else tensor
 
-
-def blocks_of(tensors: Tensors, size: int = BLOCK_SIZE) -> list[Block]:
-    """Cut `tensors` along their first dimension into blocks of about `size` numbers.
+class Block(NamedTuple):
+    """Pieces of named tensors that are worked on together, by one call of a `torch._foreach_*` function for all.
 
     Example:
-        >>> blocks_of({"weight": torch.zeros(3, 2)}, size=4)
-        [Block(name='weight', rows=slice(0, 2, None)), Block(name='weight', rows=slice(2, 4, None))]
+        >>> block = Block((Piece("weight", slice(2, 4)), Piece("bias", slice(0, 1))))
+        >>> block.of({"weight": torch.arange(6.0), "bias": torch.zeros(1)})
+        [tensor([2., 3.]), tensor([0.])]
     """
-    blocks = []
+
+    pieces: tuple[Piece, ...]
+
+    def of(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Views of the pieces in `tensors`, whatever their memory layout."""
+        return [rows_of(tensors[name], rows) for name, rows in self.pieces]
+
+
+def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Some rows of a tensor; a number is its own and only row."""
+    return tensor[rows] if tensor.dim() else tensor
+
+
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All numbers in one vector; a view if there is one contiguous tensor.
+
+    Example:
+        >>> flattened([torch.ones(1, 2), torch.zeros(1)])
+        tensor([1., 1., 0.])
+    """
+    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
+    """Cut large tensors along their first dimension and gather small ones, into blocks of about `size` numbers.
+
+    The default size is for the CPU's caches; on a GPU, which is best given all at once, everything is one block.
+
+    Example:
+        >>> for block in blocks_of({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, size=4):
+        ...     [(name, rows.start, rows.stop) for name, rows in block.pieces]
+        [('weight', 0, 2)]
+        [('weight', 2, 3), ('bias', 0, 2)]
+    """
+    if size is None:
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
+        size = BLOCK_SIZE if on_cpu else sys.maxsize
+    blocks, pieces, filled = [], [], 0
     for name, tensor in tensors.items():
         num_rows = tensor.shape[0] if tensor.dim() else 1
-        rows_per_block = max(1, size * num_rows // max(1, tensor.numel()))
-        blocks += [Block(name, slice(row, row + rows_per_block)) for row in range(0, num_rows, rows_per_block)]
-    return blocks
+        row_size = tensor.numel() // max(1, num_rows)
+        step = max(1, size // max(1, row_size))
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            pieces.append(Piece(name, slice(start, stop)))
+            filled += (stop - start) * row_size
+            if filled + row_size > size:
+                blocks.append(Block(tuple(pieces)))
+                pieces, filled = [], 0
+    return [*blocks, Block(tuple(pieces))] if pieces else blocks
+
+
+def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+    """In place `target = target + scale * tensor`, for all of them.
+
+    Example:
+        >>> target = torch.ones(2)
+        >>> add_scaled_([target], [torch.ones(2)], torch.tensor(0.5))
+        >>> target
+        tensor([1.5000, 1.5000])
+    """
+    if scale.device.type == "cpu":
+        torch._foreach_add_(targets, tensors, alpha=scale.item())
+    else:  # reading the scale would make the host wait
+        torch._foreach_add_(targets, torch._foreach_mul(tensors, scale))
 
 
 def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> list[Result]:
@@ -57,7 +107,7 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
 
     Example:
         >>> weights = {"weight": torch.ones(6)}
-        >>> on_all_cores(lambda block: block.of(weights).sum().item(), blocks_of(weights, size=4))
+        >>> on_all_cores(lambda block: block.of(weights)[0].sum().item(), blocks_of(weights, size=4))
         [4.0, 2.0]
     """
     results: list[Result] = [None] * len(blocks)

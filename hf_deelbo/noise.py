@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import Block, Tensors, blocks_of, on_all_cores
+from .blocks import Block, Piece, Tensors, add_scaled_, blocks_of, on_all_cores
 
 
 def add_noise_(tensors: Tensors, sigma: torch.Tensor, key: tuple[int, ...]) -> None:
@@ -18,15 +18,18 @@ def add_noise_(tensors: Tensors, sigma: torch.Tensor, key: tuple[int, ...]) -> N
         True
     """
 
-    def add_to(block: Block) -> None:
-        weights = block.of(tensors)
-        generator = torch.Generator(weights.device).manual_seed(_seed(key, block))
-        noise = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).normal_(generator=generator)
-        weights.addcmul_(noise, sigma)
-
-    on_all_cores(add_to, blocks_of(tensors))
+    on_all_cores(lambda block: add_noise_to_block_(tensors, block, sigma, key), blocks_of(tensors))
 
 
-def _seed(key: tuple[int, ...], block: Block) -> int:
-    text = f"{key}/{block.name}/{block.rows.start}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+def add_noise_to_block_(tensors: Tensors, block: Block, sigma: torch.Tensor, key: tuple[int, ...]) -> None:
+    """What `add_noise_` does, for one block of the tensors."""
+    weights = block.of(tensors)
+    noise = [_standard_normal(w, key, piece) for w, piece in zip(weights, block.pieces, strict=True)]
+    add_scaled_(weights, noise, sigma)
+
+
+def _standard_normal(like: torch.Tensor, key: tuple[int, ...], piece: Piece) -> torch.Tensor:
+    text = f"{key}/{piece.name}/{piece.rows.start}"
+    seed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device).normal_(generator=generator)

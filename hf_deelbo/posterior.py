@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
-from .blocks import Block, Tensors, blocks_of, on_all_cores
-from .noise import add_noise_
+from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_cores
+from .noise import add_noise_to_block_
 from .objective import default_kappa, kl_gradient_of_sigma
 from .priors import GaussianPrior, IsotropicPrior, wide_dtype
 
@@ -137,9 +137,9 @@ class GaussianPosterior:
         tau*    = sigma^2 + |V_bar|^2 / D_V
         """
         self._forbid_while_sampled("update_prior_variances")
-        sigma = self.sigma
-        self.lambda_, kl_backbone = self._backbone_prior.optimum(self.backbone, sigma)
-        self.tau, kl_head = self._head_prior.optimum(self.head, sigma)
+        weights, sigma = self.parameters(), self.sigma
+        self.lambda_, kl_backbone = self._backbone_prior.optimum(_those_of(self._backbone_prior, weights), sigma)
+        self.tau, kl_head = self._head_prior.optimum(_those_of(self._head_prior, weights), sigma)
         self.kl = KL(kl_backbone, kl_head)
 
     @contextmanager
@@ -150,15 +150,26 @@ class GaussianPosterior:
         leaves in the parameters are those at the sample; see `complete_gradients`.
         """
         self._forbid_while_sampled("sampled")
-        weights = self.parameters()
-        self._keep(weights)
+        weights, sigma = self.parameters(), self.sigma
+        self._make_room_for_mean(weights)
+
+        kept: list[Block] = []
+
+        def keep_mean_and_add_noise(block: Block) -> None:
+            torch._foreach_copy_(block.of(self._mean_copy), block.of(weights))
+            kept.append(block)
+            add_noise_to_block_(weights, block, sigma, key)
+
+        def restore_mean(block: Block) -> None:
+            torch._foreach_copy_(block.of(weights), block.of(self._mean_copy))
+
         self._is_sampled = True
         try:
-            add_noise_(weights, self.sigma, key)
+            on_all_cores(keep_mean_and_add_noise, blocks_of(weights))
             yield
         finally:
             if self._is_sampled:
-                self._copy(self._mean_copy, self.parameters())
+                on_all_cores(restore_mean, kept)
                 self._is_sampled = False
 
     @torch.no_grad()
@@ -179,10 +190,12 @@ class GaussianPosterior:
         if not self._is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
+        weights, gradients = self.parameters(), self._gradients()
         inner_product = kl_gradient = torch.zeros_like(sigma)
         for prior, variance in ((self._backbone_prior, self.lambda_), (self._head_prior, self.tau)):
             if prior.num_parameters:
-                inner_product = inner_product + self._complete_part(prior, kl_weight / variance)
+                pull = kl_weight / variance
+                inner_product = inner_product + self._complete_part(weights, gradients, prior, pull)
                 kl_gradient = kl_gradient + kl_gradient_of_sigma(
                     sigma, variance, trace_inverse=prior.trace_inverse, num_parameters=prior.num_parameters
                 )
@@ -190,18 +203,20 @@ class GaussianPosterior:
         self.rho.grad = (inner_product / sigma + kl_weight * kl_gradient) * dsigma_drho
         self._is_sampled = False
 
-    def _complete_part(self, prior: GaussianPrior, pull: torch.Tensor) -> torch.Tensor:
+    def _complete_part(
+        self, weights: Tensors, gradients: Tensors, prior: GaussianPrior, pull: torch.Tensor
+    ) -> torch.Tensor:
         """In one pass over a part: return <g, w - w_bar>, set g += pull * Sigma_p^-1 (w_bar - mu_p) and w = w_bar."""
-        weights, gradients = self.parameters(), self._gradients()
-        means = {name: self._mean_copy[name] for name in prior.shapes}
+        means = _those_of(prior, self._mean_copy)
         precision_product = prior.precision_product(means)
 
         def complete(block: Block) -> torch.Tensor:
             w, w_bar, g = block.of(weights), block.of(means), block.of(gradients)
-            product = torch.dot(w.sub_(w_bar).flatten(), g.flatten())
-            g.addcmul_(precision_product(block), pull)
-            w.copy_(w_bar)
-            return product
+            torch._foreach_sub_(w, w_bar)
+            inner_product = torch.dot(flattened(w), flattened(g))
+            add_scaled_(g, precision_product(block), pull)
+            torch._foreach_copy_(w, w_bar)
+            return inner_product
 
         return torch.stack(on_all_cores(complete, blocks_of(means))).to(pull.dtype).sum()
 
@@ -305,16 +320,11 @@ class GaussianPosterior:
                 gradients[name] = parameter.grad
         return gradients
 
-    def _keep(self, weights: Tensors) -> None:
-        """Copy the means, into the same memory every time."""
+    def _make_room_for_mean(self, weights: Tensors) -> None:
+        """Allocate the copy of the means once; it is used again by every sample."""
         kept = self._mean_copy
         if any(name not in kept or not _same_kind(kept[name], tensor) for name, tensor in weights.items()):
             self._mean_copy = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-        self._copy(weights, self._mean_copy)
-
-    @staticmethod
-    def _copy(source: Tensors, target: Tensors) -> None:
-        on_all_cores(lambda block: block.of(target).copy_(block.of(source)), blocks_of(source))
 
     def _forbid_while_sampled(self, what: str) -> None:
         if self._is_sampled:
@@ -333,6 +343,10 @@ def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
     unknown = sorted(head_names - parameters.keys())
     if unknown:
         raise ValueError(f"head_names: {unknown[0]!r} is not a trainable parameter of the model.")
+
+
+def _those_of(prior: GaussianPrior, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensors[name] for name in prior.shapes}
 
 
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:

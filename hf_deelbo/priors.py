@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 
-from .blocks import Block, Tensors, blocks_of, on_all_cores
+from .blocks import Block, Piece, Tensors, blocks_of, flattened, on_all_cores
 from .objective import gaussian_kl, optimal_variance
 
 # Sigma_p^-1 (w - mu_p), one block at a time
-PrecisionProduct = Callable[[Block], torch.Tensor]
+PrecisionProduct = Callable[[Block], list[torch.Tensor]]
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -137,7 +137,8 @@ class IsotropicPrior(GaussianPrior):
         difference = self.precision_product(w)
 
         def squared_norm(block: Block) -> torch.Tensor:
-            return torch.linalg.vector_norm(difference(block), dtype=self.trace_inverse.dtype) ** 2
+            norms = torch._foreach_norm(difference(block), dtype=self.trace_inverse.dtype)
+            return torch.stack(norms).square().sum()
 
         terms = on_all_cores(squared_norm, blocks_of(w))
         return torch.stack(terms).sum() if terms else torch.zeros_like(self.trace_inverse)
@@ -146,7 +147,7 @@ class IsotropicPrior(GaussianPrior):
         """w - mu_p."""
         if self.mean is None:
             return lambda block: block.of(w)
-        return lambda block: block.of(w) - block.of(self.mean)
+        return lambda block: torch._foreach_sub(block.of(w), block.of(self.mean))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`mean.<name>`, or nothing for L2-zero."""
@@ -181,11 +182,11 @@ class LowRankPrior(GaussianPrior):
         device = next(iter(mean.values())).device
         self._wide = wide_dtype(device)
 
-        def moments(block: Block) -> tuple[torch.Tensor, ...]:
+        def moments(block: Block) -> list[torch.Tensor]:
             a, u = self._factors(block)
-            return (1 / a).sum(), a.log().sum(), (u / a) @ u.T, (u / a**2) @ u.T
+            return [(1 / a).sum(), a.log().sum(), (u / a) @ u.T, (u / a**2) @ u.T]
 
-        sums = [torch.stack(parts).sum(0) for parts in zip(*on_all_cores(moments, blocks_of(mean)), strict=True)]
+        sums = [torch.stack(terms).sum(0) for terms in zip(*on_all_cores(moments, blocks_of(mean)), strict=True)]
         inverse_a, log_a, u_a_u, u_a2_u = sums
         self._m = torch.eye(self.rank, dtype=self._wide, device=device) + u_a_u
         super().__init__(
@@ -216,10 +217,12 @@ class LowRankPrior(GaussianPrior):
         b = torch.stack(on_all_cores(projection, blocks_of(w))).sum(0)
         coefficients = torch.linalg.solve(self._m, b)
 
-        def product(block: Block) -> torch.Tensor:
+        def product(block: Block) -> list[torch.Tensor]:
             a, u = self._factors(block)
             weights = block.of(w)
-            return ((self._deviation(w, block) - coefficients @ u) / a).view(weights.shape).to(weights.dtype)
+            flat = ((self._deviation(w, block) - coefficients @ u) / a).to(weights[0].dtype)
+            parts = flat.split([weight.numel() for weight in weights])
+            return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
 
         return product
 
@@ -235,13 +238,20 @@ class LowRankPrior(GaussianPrior):
 
     def _factors(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """A as a vector and U^T as a K x D matrix, of one block."""
-        a = block.of(self.diagonal).flatten().to(self._wide) / 2 + self.eps
-        deviations = self.deviations[block.name]
-        rows = deviations[:, block.rows] if deviations.dim() > 1 else deviations
-        return a, rows.reshape(self.rank, -1).to(self._wide) / (2 * self.rank - 2) ** 0.5
+        a = self._flat(self.diagonal, block) / 2 + self.eps
+        q = torch.cat([self._deviations_of(piece) for piece in block.pieces], dim=1).to(self._wide)
+        return a, q / (2 * self.rank - 2) ** 0.5
+
+    def _deviations_of(self, piece: Piece) -> torch.Tensor:
+        deviations = self.deviations[piece.name]
+        rows = deviations[:, piece.rows] if deviations.dim() > 1 else deviations
+        return rows.reshape(self.rank, -1)
 
     def _deviation(self, w: Tensors, block: Block) -> torch.Tensor:
-        return block.of(w).flatten().to(self._wide) - block.of(self.mean).flatten().to(self._wide)
+        return self._flat(w, block) - self._flat(self.mean, block)
+
+    def _flat(self, tensors: Tensors, block: Block) -> torch.Tensor:
+        return flattened(block.of(tensors)).to(self._wide)
 
 
 def _check_low_rank(mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float) -> int:

@@ -3,38 +3,51 @@ import threading
 import pytest
 import torch
 
-from hf_deelbo.blocks import Block, blocks_of, on_all_cores
+from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores
+
+
+def many_blocks() -> list[Block]:
+    return [Block((Piece("w", slice(i, i + 1)),)) for i in range(100)]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (1, 40), (4, 3, 2, 2), (0,), (3, 0)])
-@pytest.mark.parametrize("size", [1, 6, 1000])
+@pytest.mark.parametrize("size", [1, 6, 1000, None])
 def test_blocks_cover_every_number_once(shape, size):
     tensors = {"a": torch.zeros(shape), "b": torch.zeros(2)}
     for block in blocks_of(tensors, size):
-        block.of(tensors).add_(1)
+        for piece in block.of(tensors):
+            piece.add_(1)
     assert all(bool((tensor == 1).all()) for tensor in tensors.values())
+
+
+def test_blocks_are_about_as_large_as_asked():
+    tensors = {"matrix": torch.zeros(100, 7), **{f"bias{i}": torch.zeros(5) for i in range(50)}}
+    sizes = [sum(piece.numel() for piece in block.of(tensors)) for block in blocks_of(tensors, size=64)]
+    assert sum(sizes) == 950
+    assert all(57 <= size <= 64 + 63 for size in sizes[:-1])
+    assert len(blocks_of({f"bias{i}": torch.zeros(5) for i in range(50)})) == 1
 
 
 def test_a_block_is_a_view_in_channels_last_too():
     weight = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    Block("w", slice(1, 2)).of({"w": weight}).fill_(1)
+    Block((Piece("w", slice(1, 2)),)).of({"w": weight})[0].fill_(1)
     assert weight.sum() == 12
     assert weight[1].sum() == 12
 
 
 def test_results_keep_the_order_of_the_blocks():
-    blocks = [Block("w", slice(i, i + 1)) for i in range(100)]
-    assert on_all_cores(lambda block: block.rows.start, blocks) == list(range(100))
+    blocks = many_blocks()
+    assert on_all_cores(lambda block: block.pieces[0].rows.start, blocks) == list(range(100))
 
 
 def test_an_error_is_raised_after_all_threads_have_stopped():
-    blocks = [Block("w", slice(i, i + 1)) for i in range(100)]
+    blocks = many_blocks()
     at_work = []
 
     def fail(block):
         at_work.append(threading.get_ident())
         try:
-            raise KeyError(block.rows.start)
+            raise KeyError(block)
         finally:
             at_work.remove(threading.get_ident())
 
@@ -44,5 +57,5 @@ def test_an_error_is_raised_after_all_threads_have_stopped():
 
 
 def test_no_gradient_is_recorded_in_any_thread():
-    modes = on_all_cores(lambda block: torch.is_grad_enabled(), [Block("w", slice(i, i + 1)) for i in range(100)])
+    modes = on_all_cores(lambda block: torch.is_grad_enabled(), many_blocks())
     assert not any(modes)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 from hf_deelbo import GaussianPosterior, IsotropicPrior
+from hf_deelbo import posterior as posterior_module
 from hf_deelbo.modeling import head_parameter_names
 from hf_deelbo.noise import add_noise_
 
@@ -91,16 +92,26 @@ class TestSampled:
         with posterior.sampled(0):  # and it can go on
             pass
 
-    def test_the_mean_comes_back_when_the_noise_fails(self, snapshot, assert_same, monkeypatch):
-        posterior = make_posterior()
+    @pytest.mark.parametrize("blocks_before", [0, 1, 3])
+    def test_the_mean_comes_back_when_the_noise_fails(self, blocks_before, snapshot, assert_same, monkeypatch):
+        """Also of blocks that were not copied yet, whose copy holds something else."""
+        monkeypatch.setattr("hf_deelbo.blocks.BLOCK_SIZE", 500)
+        posterior, calls = make_posterior(), []
+        with posterior.sampled(0):
+            pass
+        for parameter in posterior.model.parameters():
+            parameter.data.add_(1)
         before = snapshot(posterior.model)
+        add_noise_to_block_ = posterior_module.add_noise_to_block_
 
-        def fail(tensors, *_):
-            next(iter(tensors.values())).add_(1)
-            raise MemoryError
+        def fail(*args):
+            calls.append(1)
+            add_noise_to_block_(*args)
+            if len(calls) > blocks_before:
+                raise MemoryError
 
-        monkeypatch.setattr("hf_deelbo.posterior.add_noise_", fail)
-        with pytest.raises(MemoryError), posterior.sampled(0):
+        monkeypatch.setattr(posterior_module, "add_noise_to_block_", fail)
+        with pytest.raises(MemoryError), posterior.sampled(1):
             pass
         assert_same(before, snapshot(posterior.model))
 

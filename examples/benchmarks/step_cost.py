@@ -1,0 +1,230 @@
+"""What a step of `DEELBoTrainer` costs over one of the plain `Trainer`: time and peak memory.
+
+    python examples/benchmarks/step_cost.py
+    python examples/benchmarks/step_cost.py --models resnet50 --rounds 20 --output step_cost.json
+
+Both trainers run the same model, data and optimiser in one process and take turns, a few steps at a time, so that a
+busy machine slows both alike. Memory is the peak of a process of its own for each. Weights are random: neither time
+nor memory depends on them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import (
+    AutoModelForImageClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    TimmWrapperConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging
+
+from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior
+
+
+def efficientnet_lite0() -> tuple[PreTrainedModel, dict]:
+    """EfficientNet-Lite0 at 64 px, batch 100."""
+    config = TimmWrapperConfig(architecture="tf_efficientnet_lite0", num_labels=10)
+    return AutoModelForImageClassification.from_config(config), images(100)
+
+
+def resnet50() -> tuple[PreTrainedModel, dict]:
+    """ResNet-50 at 64 px, batch 32."""
+    return ResNetForImageClassification(ResNetConfig(num_labels=10)), images(32)
+
+
+def minilm() -> tuple[PreTrainedModel, dict]:
+    """BERT of MiniLM-L6's size, batch 32 of 64 tokens."""
+    config = BertConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=10
+    )
+    tokens = torch.randint(0, config.vocab_size, (32, 64))
+    return BertForSequenceClassification(config), {"input_ids": tokens, "labels": torch.randint(0, 10, (32,))}
+
+
+def images(batch_size: int, size: int = 64) -> dict[str, torch.Tensor]:
+    """One batch of random images."""
+    pixels = torch.randn(batch_size, 3, size, size)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 10, (batch_size,))}
+
+
+# the model, and the ratio of times that the project allows itself
+MODELS = {"efficientnet-lite0": (efficientnet_lite0, 1.05), "resnet50": (resnet50, 1.15), "minilm": (minilm, 1.15)}
+METHODS = ("plain", "deelbo")
+
+
+class StepTimer(TrainerCallback):
+    """Seconds from the start of each step to its end, lambda and tau's update included."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs) -> None:
+        """Stop it."""
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+class PhaseTimer:
+    """Seconds spent in the parts of what a DE ELBo step adds."""
+
+    def __init__(self, posterior: GaussianPosterior):
+        self.seconds = defaultdict(list)
+        posterior.update_prior_variances = self._timed(posterior.update_prior_variances, "lambda, tau and KL")
+        posterior.complete_gradients = self._timed(posterior.complete_gradients, "<g, eps>, KL's gradient, restore")
+        sampled = posterior.sampled
+
+        @contextmanager
+        def timed_sampled(*key: int) -> Iterator[None]:
+            start = time.perf_counter()
+            with sampled(*key):
+                self.seconds["copy w_bar, draw and add the noise"].append(time.perf_counter() - start)
+                yield
+
+        posterior.sampled = timed_sampled
+
+    def _timed(self, function: Callable, phase: str) -> Callable:
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[phase].append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+
+def make_trainer(method: str, name: str, steps: int, folder: str) -> tuple[Trainer, StepTimer]:
+    """A trainer of `steps` steps at a time."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name][0]()
+    examples = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    settings = {
+        "output_dir": folder,
+        "max_steps": steps,
+        "per_device_train_batch_size": len(examples),
+        "optim": "sgd",
+        "optim_args": "momentum=0.9,nesterov=True",
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": 1.0,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    timer = StepTimer()
+    make, args = (
+        (Trainer, TrainingArguments(**settings))
+        if method == "plain"
+        else (DEELBoTrainer, DEELBoConfig(**settings, prior="l2-sp"))
+    )
+    return make(model, args, train_dataset=examples, callbacks=[timer]), timer
+
+
+def measure_time(name: str, rounds: int, steps: int) -> dict:
+    """Median seconds of a step of each method, taking turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {method: make_trainer(method, name, steps, folder) for method in METHODS}
+        phases = PhaseTimer(trainers["deelbo"][0].posterior)
+        for round_ in range(rounds + 1):
+            for trainer, timer in trainers.values():
+                trainer.train()
+                if round_ == 0:  # warm up
+                    timer.seconds.clear()
+            if round_ == 0:
+                phases.seconds.clear()
+    medians = {method: statistics.median(timer.seconds) for method, (_, timer) in trainers.items()}
+    # a ratio for each round, whose two halves ran one after the other
+    ratios = [
+        statistics.median(trainers["deelbo"][1].seconds[i : i + steps])
+        / statistics.median(trainers["plain"][1].seconds[i : i + steps])
+        for i in range(0, rounds * steps, steps)
+    ]
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "num_parameters": trainers["deelbo"][0].posterior.num_parameters,
+        "seconds": medians,
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": [quartiles[0], quartiles[2]],
+        "phases": {phase: statistics.median(values) for phase, values in phases.seconds.items()},
+    }
+
+
+def measure_memory(name: str, repeats: int = 3) -> dict[str, int]:
+    """Peak resident bytes of a process that takes three steps, by method; the median of several."""
+    peaks = {}
+    for method in METHODS:
+        command = [sys.executable, __file__, "--models", name, "--peak_memory_of", method]
+        outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeats)]
+        peaks[method] = statistics.median(int(output.strip().splitlines()[-1]) for output in outputs)
+    return peaks
+
+
+def print_peak_memory(name: str, method: str) -> None:
+    """In a process of its own: take three steps and print the peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_trainer(method, name, 3, folder)[0].train()
+    with open("/proc/self/status") as file:  # getrusage would count what this process was forked from
+        peak = next(line for line in file if line.startswith("VmHWM"))
+    print(int(peak.split()[1]) * 1024)
+
+
+def report(name: str, result: dict) -> str:
+    """One model's lines."""
+    seconds, peaks, size = result["seconds"], result["peak_bytes"], result["num_parameters"]
+    low, high = result["ratio_quartiles"]
+    extra = (peaks["deelbo"] - peaks["plain"]) / (4 * size)
+    lines = [
+        f"{name}: D = {size:,}, {torch.get_num_threads()} threads",
+        f"  time    plain {seconds['plain']:.3f} s   DE ELBo {seconds['deelbo']:.3f} s   ratio {result['ratio']:.3f}"
+        f" (quartiles {low:.3f}-{high:.3f}, target {MODELS[name][1]})",
+        f"  memory  plain {peaks['plain'] / 2**20:.0f} MiB   DE ELBo {peaks['deelbo'] / 2**20:.0f} MiB"
+        f"   extra {extra:.2f} x D floats, {extra - 1:.2f} over L2-SP, which keeps mu (target 2)",
+    ]
+    lines += [f"    {phase:34}{1000 * value:7.1f} ms" for phase, value in result["phases"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each method")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--output", help="also write the figures to this JSON file")
+    parser.add_argument("--peak_memory_of", choices=METHODS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    if arguments.peak_memory_of:
+        print_peak_memory(arguments.models[0], arguments.peak_memory_of)
+        return
+    results = {}
+    for name in arguments.models:
+        results[name] = measure_time(name, arguments.rounds, arguments.steps)
+        results[name]["peak_bytes"] = measure_memory(name)
+        print(report(name, results[name]), flush=True)
+    if arguments.output:
+        with open(arguments.output, "w") as file:
+            json.dump(results, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
