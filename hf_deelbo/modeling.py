@@ -1,6 +1,7 @@
-"""Which of a model's parameters are its head V; the others are the backbone w."""
+"""Which of a model's parameters are its head V, the others being the backbone w; and models in eval mode."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -25,6 +26,26 @@ def head_parameter_names(model: nn.Module, head_names: Iterable[str] | None = No
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = _named_head(base, head_names) if head_names is not None else _found_head(base)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) in head]
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, and back in the mode it had.
+
+    Example:
+        >>> model = nn.Dropout().train()
+        >>> with in_eval_mode(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
+    """
+    mode = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(mode)
 
 
 def _named_head(model: nn.Module, head_names: Iterable[str]) -> set[int]:

@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_cores
+from .modeling import in_eval_mode
 from .noise import add_noise_to_block_
 from .objective import default_kappa, kl_gradient_of_sigma
 from .priors import GaussianPrior, IsotropicPrior, wide_dtype
@@ -42,6 +43,7 @@ class GaussianPosterior:
         rho: a parameter for the optimiser.
         lambda_, tau: prior variances, as set by the last `update_prior_variances`.
         kl: KL of backbone and head at that moment.
+        is_sampled: whether the model holds a weight sample now.
         num_parameters: D.
 
     Example:
@@ -70,6 +72,7 @@ class GaussianPosterior:
         self.model = model
         self._head_names = frozenset(head_names)
         parameters = self.parameters()
+        self._names = parameters.keys()
         _check_parameters(parameters, self._head_names)
         self._backbone_prior = prior or IsotropicPrior.l2_sp(self.backbone)
         self._backbone_prior.check_matches(self.backbone)
@@ -83,7 +86,7 @@ class GaussianPosterior:
         self.rho = nn.Parameter(torch.tensor(rho, dtype=wide_dtype(device), device=device))
         self.sample_statistics: dict[int, Statistics] = {}
         self._mean_copy: dict[str, torch.Tensor] = {}
-        self._is_sampled = False
+        self.is_sampled = False
         self.update_prior_variances()
 
     # ---- What it is ------------------------------------------------------------------------------------------------
@@ -138,6 +141,12 @@ class GaussianPosterior:
         """
         self._forbid_while_sampled("update_prior_variances")
         weights, sigma = self.parameters(), self.sigma
+        if weights.keys() != self._names:
+            changed = next(iter(weights.keys() ^ self._names))
+            raise RuntimeError(
+                f"model: {changed!r} was frozen or unfrozen after the posterior was made. Do so before, or make a "
+                "new trainer."
+            )
         self.lambda_, kl_backbone = self._backbone_prior.optimum(_those_of(self._backbone_prior, weights), sigma)
         self.tau, kl_head = self._head_prior.optimum(_those_of(self._head_prior, weights), sigma)
         self.kl = KL(kl_backbone, kl_head)
@@ -152,7 +161,6 @@ class GaussianPosterior:
         self._forbid_while_sampled("sampled")
         weights, sigma = self.parameters(), self.sigma
         self._make_room_for_mean(weights)
-
         kept: list[Block] = []
 
         def keep_mean_and_add_noise(block: Block) -> None:
@@ -163,14 +171,14 @@ class GaussianPosterior:
         def restore_mean(block: Block) -> None:
             torch._foreach_copy_(block.of(weights), block.of(self._mean_copy))
 
-        self._is_sampled = True
+        self.is_sampled = True
         try:
             on_all_cores(keep_mean_and_add_noise, blocks_of(weights))
             yield
         finally:
-            if self._is_sampled:
+            if self.is_sampled:
                 on_all_cores(restore_mean, kept)
-                self._is_sampled = False
+                self.is_sampled = False
 
     @torch.no_grad()
     def complete_gradients(self, loss_scale: torch.Tensor | float = 1.0) -> None:
@@ -187,7 +195,7 @@ class GaussianPosterior:
         Args:
             loss_scale: what the gradients were multiplied by (`GradScaler`).
         """
-        if not self._is_sampled:
+        if not self.is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
         weights, gradients = self.parameters(), self._gradients()
@@ -201,7 +209,7 @@ class GaussianPosterior:
                 )
         dsigma_drho = torch.sigmoid(self.rho)
         self.rho.grad = (inner_product / sigma + kl_weight * kl_gradient) * dsigma_drho
-        self._is_sampled = False
+        self.is_sampled = False
 
     def _complete_part(
         self, weights: Tensors, gradients: Tensors, prior: GaussianPrior, pull: torch.Tensor
@@ -265,18 +273,17 @@ class GaussianPosterior:
                 "statistics of their own; averaging with running statistics is wrong. Call `recompute_batch_norm` "
                 "first, of the trainer or of this posterior."
             )
-        mode = self.model.training
-        self.model.eval()
-        try:
+        with in_eval_mode(self.model):
             if num_samples == 0:
-                return torch.softmax(_logits(self.model(**inputs)), dim=-1)
+                return self._probabilities(inputs)
             total = 0.0
             for seed in range(num_samples):
                 with self.evaluated_at(seed):
-                    total = total + torch.softmax(_logits(self.model(**inputs)), dim=-1)
+                    total = total + self._probabilities(inputs)
             return total / num_samples
-        finally:
-            self.model.train(mode)
+
+    def _probabilities(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return torch.softmax(_logits(self.model(**inputs)), dim=-1)
 
     # ---- Keeping it ------------------------------------------------------------------------------------------------
 
@@ -327,7 +334,7 @@ class GaussianPosterior:
             self._mean_copy = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
 
     def _forbid_while_sampled(self, what: str) -> None:
-        if self._is_sampled:
+        if self.is_sampled:
             raise RuntimeError(f"{what}: the model holds a weight sample; leave `with sampled(...)` first.")
 
 

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -22,7 +21,7 @@ from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
 from .config import DEELBoConfig
 from .data import class_balanced_indices, column_of_labels
-from .modeling import head_parameter_names
+from .modeling import head_parameter_names, in_eval_mode
 from .objective import DEELBo, training_loss
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior
@@ -81,11 +80,10 @@ class DEELBoTrainer(Trainer):
         self._elbo_dataset = elbo_dataset
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
         self._refuse_unsupported()
-        self._examples_in_step = None
         self.add_callback(PriorVarianceCallback(self))
         if self.train_dataset is not None:
             self._train_batch_size = self._batch_size_within_dataset()
-            self.posterior  # noqa: B018  built now, so that what does not fit is said now
+            _ = self.posterior  # built now, so that what does not fit is said now
 
     # ---- The posterior ---------------------------------------------------------------------------------------------
 
@@ -163,7 +161,8 @@ class DEELBoTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The batches of one optimiser step, whose sizes are noted so that `compute_loss` can weigh them."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._examples_in_step = sum(find_batch_size(batch) or 0 for batch in batches)
+        sizes = [find_batch_size(batch) or 1 for batch in batches]
+        self._mean_batch_size = sum(sizes) / max(1, len(sizes))
         return batches, num_items
 
     def training_step(
@@ -179,6 +178,7 @@ class DEELBoTrainer(Trainer):
         self.posterior.sample_statistics.clear()
         with self.posterior.sampled(self.args.seed, self.state.global_step):
             loss = super().training_step(model, inputs, num_items_in_batch)
+            self._nll_since_log += self._last_nll / self.current_gradient_accumulation_steps
             finite = torch.isfinite(loss)
             if self.accelerator.sync_gradients:
                 self._steps_since_log += 1
@@ -204,16 +204,14 @@ class DEELBoTrainer(Trainer):
         labels = inputs.get("labels")
         if model.training and labels is not None and (self.state.epoch or 0) < 1:  # each example once
             self._check_labels(labels)
-        num_examples = find_batch_size(inputs)
         nll, outputs = super().compute_loss(model, dict(inputs), return_outputs=True)
         nll = nll.mean()  # over the devices of a `DataParallel` model
         if not model.training:
             return (nll, outputs) if return_outputs else nll
-        if self._examples_in_step:
-            # Trainer averages over the batches of a step; a smaller one must weigh less
-            nll = nll * (num_examples * self.current_gradient_accumulation_steps / self._examples_in_step)
-        self._nll_since_log += nll.detach() / self.current_gradient_accumulation_steps
         posterior = self.posterior
+        if posterior.is_sampled:  # in a step, whose batches Trainer averages: a smaller one must weigh less
+            nll = nll * ((find_batch_size(inputs) or 1) / self._mean_batch_size)
+        self._last_nll = nll.detach()
         kl = (posterior.kl.backbone + posterior.kl.head).to(nll.dtype)
         loss = training_loss(nll, kl, posterior.kappa, posterior.num_examples)
         return (loss, outputs) if return_outputs else loss
@@ -296,11 +294,11 @@ class DEELBoTrainer(Trainer):
             raise ValueError(f"num_samples: must be a whole number of at least 1, got {num_samples!r}.")
         dataset = self._training_inputs() if dataset is None else dataset
         posterior = self.posterior
-        posterior.kl_weight  # noqa: B018  says so if N is not known
+        _ = posterior.kl_weight  # says so if N is not known
         posterior.update_prior_variances()
         self.recompute_batch_norm(num_samples)
         samples = self._progress(range(num_samples), "DE ELBo")
-        with self._in_eval_mode():
+        with in_eval_mode(self.model):
             nlls = torch.tensor([self._mean_nll(dataset, seed) for seed in samples], dtype=torch.float64)
         return DEELBo(
             nll=nlls.mean().item(),
@@ -405,9 +403,10 @@ class DEELBoTrainer(Trainer):
         collator = self.data_collator
         if not isinstance(dataset, datasets.Dataset):
             collator = self._get_collator_with_removed_columns(collator)
+        dataset = self._without_unused_columns(dataset)
         loader = DataLoader(
-            self._without_unused_columns(dataset),
-            batch_size=self.args.eval_batch_size,
+            dataset,
+            **self._batching(dataset),
             collate_fn=collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -418,18 +417,16 @@ class DEELBoTrainer(Trainer):
 
         return _Mapped(prepare, loader)
 
+    def _batching(self, dataset: Any) -> dict[str, Any]:
+        """Batches as equal as they can be: batch norm has no statistics of a single example left over."""
+        if not has_length(dataset):
+            return {"batch_size": self.args.eval_batch_size}
+        num_batches = math.ceil(len(dataset) / self.args.eval_batch_size)
+        return {"batch_sampler": [part.tolist() for part in torch.arange(len(dataset)).tensor_split(num_batches)]}
+
     def _progress(self, items: Iterable, description: str) -> Iterable:
         disable = self.args.disable_tqdm or not self.is_local_process_zero()
         return tqdm(items, desc=description, disable=disable, leave=False)
-
-    @contextmanager
-    def _in_eval_mode(self) -> Iterator[None]:
-        mode = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(mode)
 
     def _refuse_unsupported(self) -> None:
         if self.is_model_parallel:

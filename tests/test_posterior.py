@@ -278,6 +278,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"'nope' is not a trainable parameter"):
             GaussianPosterior(make_model("vit"), ["nope"], num_examples=24)
 
+    def test_a_parameter_frozen_too_late(self):
+        posterior = make_posterior()
+        posterior.model.vit.embeddings.cls_token.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"'vit.embeddings.cls_token' was frozen or unfrozen"):
+            posterior.update_prior_variances()
+
     def test_no_n(self):
         posterior = make_posterior(num_examples=None)
         assert posterior.kappa is None

@@ -180,6 +180,18 @@ class TestOneStepIsPlainAutograd:
             torch.testing.assert_close(tensor, results[1][1][name], rtol=0, atol=1e-6)
 
 
+def test_compute_loss_is_the_de_elbo_of_the_batch(make_trainer):
+    trainer = make_trainer("vit", kappa=2.0)
+    batch = default_collator(make_dataset("vit", 5))
+    model, posterior = trainer.model.train(), trainer.posterior
+    head = torch.cat([p.flatten().double() for p in posterior.head.values()])
+    tau = 0.05**2 + head.square().mean()
+    kl = 0.5 * len(head) * torch.log(tau / 0.05**2)  # the backbone is at its prior mean, with lambda = sigma^2
+    expected = model(**batch).loss.item() + kl.item() / (2.0 * 24)
+    assert trainer.compute_loss(model, batch).item() == pytest.approx(expected, rel=1e-5)
+    assert trainer.compute_loss(model.eval(), batch).item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+
+
 class TestLogs:
     def test_every_line_adds_up(self, make_trainer):
         trainer = make_trainer(logging_steps=1)
@@ -307,6 +319,14 @@ class TestBatchNorm:
         assert trainer.posterior.sample_statistics.keys() == {0, 1}
         trainer.train()
         assert trainer.posterior.sample_statistics == {}
+
+    def test_no_example_is_left_over_alone(self, make_trainer):
+        """9 images of one pixel by batches of 8 would leave one, of which there is no variance."""
+        data = [
+            example | {"pixel_values": example["pixel_values"][:, :1, :1]} for example in make_dataset("resnet", 9)
+        ]
+        trainer = make_trainer("resnet", train_dataset=data, per_device_eval_batch_size=8)
+        assert math.isfinite(trainer.de_elbo(num_samples=1).value)
 
     def test_a_capped_class_balanced_part_is_used(self, make_trainer):
         labels = [0] * 20 + [1] * 10 + [2] * 10
