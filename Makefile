@@ -13,10 +13,10 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 demo: $(VENV)/installed  ## Learn a posterior on an embedded dataset and print what was learned
-	$(BIN)/python examples/digits.py
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/run_deelbo.py
 
 test: $(VENV)/installed quality  ## The tests that CI runs
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2
 
 test-slow: $(VENV)/installed  ## The slow checks
 	$(BIN)/python -m pytest -m slow

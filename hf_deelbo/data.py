@@ -5,7 +5,7 @@ Rows are decoded and transformed when they are read, in the data loader's worker
 
 import io
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +61,10 @@ def load_data(
     validation_dir: str | None = None,
     input_column: str | None = None,
     label_column: str | None = None,
+    train_size: int | None = None,
+    subset_seed: int = 1001,
     cache_dir: str | None = None,
     token: str | None = None,
-    seed: int = 0,
 ) -> ClassificationData:
     """Load a dataset of images or texts with class labels.
 
@@ -74,23 +75,27 @@ def load_data(
         train_dir, validation_dir: folders with one folder of images per class, instead of `name`.
         input_column: the column of images or texts; found by its type and usual names if not given.
         label_column: likewise; integers and strings are understood beside class labels.
+        train_size: N, for a class-balanced subset of the training rows; default is all of them.
+        subset_seed: decides the subset.
         cache_dir, token: as for `datasets.load_dataset`.
-        seed: decides the rows held out for the test where the dataset has no such split (a fifth, class-balanced).
+
+    Where the dataset has no test split, the test rows are those that are not trained on: all others of a subset, else
+    a fifth that is held out.
 
     Example:
-        >>> data = load_data("digits")
-        >>> data.kind, len(data.class_names), len(data.train) + len(data.test)
-        ('image', 10, 1797)
+        >>> data = load_data("digits", train_size=100)
+        >>> data.kind, len(data.class_names), len(data.train), len(data.test)
+        ('image', 10, 100, 1697)
     """
     splits = _load_splits(name, config_name, train_dir, validation_dir, cache_dir, token)
     train = splits["train"]
     inputs, kind = _find_inputs(train, input_column)
     label = _find_label(train, label_column)
-    splits = _with_class_labels(splits, label)
-    splits = _with_test_split(splits, label, seed)
+    splits = _with_class_labels(_train_and_labelled_test(splits, label), label)
     if kind == "image":
         splits = splits.cast_column(inputs, datasets.Image(decode=False))
-    return ClassificationData(splits["train"], splits["test"], inputs, kind, label)
+    train, test = _chosen_rows(splits, label, train_size, subset_seed)
+    return ClassificationData(train, test, inputs, kind, label)
 
 
 def load_digits() -> datasets.DatasetDict:
@@ -137,11 +142,26 @@ def _load_splits(
     return splits
 
 
-def _with_test_split(splits: datasets.DatasetDict, label: str, seed: int) -> datasets.DatasetDict:
+def _train_and_labelled_test(splits: datasets.DatasetDict, label: str) -> datasets.DatasetDict:
+    """The training split, and the first to test on whose labels are not hidden (as -1)."""
     for split in EVALUATION_SPLITS:
-        if split in splits and -1 not in splits[split].unique(label):  # some tests come without labels
+        if split in splits and set(splits[split].unique(label)) not in ({-1}, {None}):
             return datasets.DatasetDict(train=splits["train"], test=splits[split])
-    return splits["train"].train_test_split(test_size=0.2, stratify_by_column=label, seed=seed)
+    return datasets.DatasetDict(train=splits["train"])
+
+
+def _chosen_rows(
+    splits: datasets.DatasetDict, label: str, train_size: int | None, seed: int
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    rows, test = splits["train"], splits.get("test")
+    if train_size is None:
+        if test is None:
+            splits = rows.train_test_split(test_size=0.2, stratify_by_column=label, seed=seed)
+        return splits["train"], splits["test"]
+    chosen = class_balanced_subset_indices(rows, train_size, seed, label)
+    if test is None:
+        test = rows.select(sorted(set(range(len(rows))) - set(chosen)))
+    return rows.select(chosen), test
 
 
 # ---- Columns -------------------------------------------------------------------------------------------------------
@@ -218,35 +238,32 @@ def _with_class_labels(splits: datasets.DatasetDict, label: str) -> datasets.Dat
 # ---- Subsets -------------------------------------------------------------------------------------------------------
 
 
-def class_balanced_subset(dataset: datasets.Dataset, size: int, seed: int, label: str = "label") -> datasets.Dataset:
-    """`size` rows, the same number of each class, drawn by `seed`.
+def class_balanced_subset_indices(dataset: datasets.Dataset, size: int, seed: int, label: str = "label") -> list[int]:
+    """The indices of `size` rows, the same number of each class, drawn by `seed`.
 
     Example:
         >>> rows = datasets.Dataset.from_dict({"x": range(6), "label": [0, 0, 0, 1, 1, 1]})
-        >>> class_balanced_subset(rows, size=4, seed=1001)["label"][:]
-        [0, 0, 1, 1]
+        >>> len(class_balanced_subset_indices(rows, size=4, seed=1001))
+        4
     """
     labels = column_of(dataset, label)
-    counts = {value: labels.count(value) for value in sorted(set(labels))}
+    counts = Counter(labels)
     if size < 1 or size > len(labels):
         raise ValueError(f"train_size: must be between 1 and the {len(labels)} rows there are, got {size}.")
     if size % len(counts):
         below = size - size % len(counts)
-        raise ValueError(
-            f"train_size: {size} rows cannot be shared out equally to {len(counts)} classes; take "
-            f"{below or len(counts)} or {below + len(counts)}."
-        )
+        near = f"{below} or {below + len(counts)}" if below else f"{len(counts)}"
+        raise ValueError(f"train_size: {size} rows cannot be shared out to {len(counts)} classes; take {near}.")
     needed = size // len(counts)
-    short = {value: count for value, count in counts.items() if count < needed}
-    if short:
-        value, count = next(iter(short.items()))
+    scarcest, fewest = min(counts.items(), key=lambda item: item[1])
+    if fewest < needed:
         feature = dataset.features[label]
-        name = feature.int2str(value) if isinstance(feature, datasets.ClassLabel) else value
+        name = feature.int2str(scarcest) if isinstance(feature, datasets.ClassLabel) else scarcest
         raise ValueError(
-            f"train_size: {size} rows need {needed} of each class, but class {name!r} has {count}. The most that is "
-            f"balanced is {min(counts.values()) * len(counts)}."
+            f"train_size: {size} rows need {needed} of each class, but class {name!r} has {fewest}. The most that is "
+            f"balanced is {fewest * len(counts)}."
         )
-    return dataset.select(class_balanced_indices(labels, size, seed))
+    return class_balanced_indices(labels, size, seed)
 
 
 def class_balanced_indices(labels: Sequence[int], size: int, seed: int = 0) -> list[int]:

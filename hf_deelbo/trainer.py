@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
@@ -82,7 +83,7 @@ class DEELBoTrainer(Trainer):
         self._refuse_unsupported()
         self.add_callback(PriorVarianceCallback(self))
         if self.train_dataset is not None:
-            self._train_batch_size = self._batch_size_within_dataset()
+            self._keep_batch_within_dataset()
             _ = self.posterior  # built now, so that what does not fit is said now
 
     # ---- The posterior ---------------------------------------------------------------------------------------------
@@ -128,16 +129,16 @@ class DEELBoTrainer(Trainer):
             raise ValueError("train_dataset: it is empty; there is nothing to learn from.")
         return len(self.train_dataset)
 
-    def _batch_size_within_dataset(self) -> int:
+    def _keep_batch_within_dataset(self) -> None:
         """min(batch size, N): a batch larger than the training set would be dropped as incomplete."""
-        if not (self.args.dataloader_drop_last and has_length(self.train_dataset)):
-            return self._train_batch_size
-        most = max(1, len(self.train_dataset) // self.args.world_size)
-        if self._train_batch_size > most:
-            logger.warning(
-                f"per_device_train_batch_size={self._train_batch_size} exceeds the training set; using {most}."
-            )
-        return min(self._train_batch_size, most)
+        args = self.args
+        if not (args.dataloader_drop_last and has_length(self.train_dataset)):
+            return
+        most = max(1, len(self.train_dataset) // (args.world_size * max(1, args.n_gpu)))
+        if args.per_device_train_batch_size > most:
+            logger.warning_once(f"The training set is smaller than a batch: per_device_train_batch_size={most}.")
+            args.per_device_train_batch_size = most
+            self._train_batch_size = args.train_batch_size
 
     # ---- Training --------------------------------------------------------------------------------------------------
 
@@ -409,7 +410,7 @@ class DEELBoTrainer(Trainer):
             **self._batching(dataset),
             collate_fn=collator,
             num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
         )
 
         def prepare(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -433,6 +434,12 @@ class DEELBoTrainer(Trainer):
             raise ValueError("model: it is spread over several devices; load it on one, without `device_map`.")
 
     # ---- Checkpoints -----------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Load the weights, the posterior and the logs of a checkpoint, to use them without training on."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        self.posterior.update_prior_variances()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)

@@ -20,6 +20,9 @@ from transformers import (
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
 
+# the models are tiny: a second thread only makes them wait for it, long if the machine has other work
+torch.set_num_threads(1)
+
 NUM_LABELS = 3
 
 
@@ -116,6 +119,15 @@ def make_trainer(make_config) -> Callable[..., DEELBoTrainer]:
         )
 
     return make
+
+
+@pytest.fixture
+def two_threads():
+    """As many threads as the machine this was written for has cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

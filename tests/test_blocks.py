@@ -5,6 +5,8 @@ import torch
 
 from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 
 def many_blocks() -> list[Block]:
     return [Block((Piece("w", slice(i, i + 1)),)) for i in range(100)]

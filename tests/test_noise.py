@@ -37,18 +37,15 @@ def test_names_and_blocks_have_noise_of_their_own():
     assert (correlations - torch.eye(3)).abs().max() < 0.02
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_it_does_not_depend_on_threads_order_layout_or_what_was_drawn_before():
     shapes = {"a": (700, 900), "b": (64, 3, 7, 7), "c": ()}
     expected = draw(shapes, key=(5, 6))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if threads > 1 else 2)
-    try:
-        torch.randn(10)
-        tensors = {name: torch.zeros(shape) for name, shape in reversed(shapes.items())}
-        tensors["b"] = tensors["b"].to(memory_format=torch.channels_last)
-        add_noise_(tensors, torch.tensor(1.0), key=(5, 6))
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)
+    torch.randn(10)
+    tensors = {name: torch.zeros(shape) for name, shape in reversed(shapes.items())}
+    tensors["b"] = tensors["b"].to(memory_format=torch.channels_last)
+    add_noise_(tensors, torch.tensor(1.0), key=(5, 6))
     for name, noise in expected.items():
         assert torch.equal(tensors[name], noise), name
 

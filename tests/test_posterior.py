@@ -92,6 +92,7 @@ class TestSampled:
         with posterior.sampled(0):  # and it can go on
             pass
 
+    @pytest.mark.usefixtures("two_threads")
     @pytest.mark.parametrize("blocks_before", [0, 1, 3])
     def test_the_mean_comes_back_when_the_noise_fails(self, blocks_before, snapshot, assert_same, monkeypatch):
         """Also of blocks that were not copied yet, whose copy holds something else."""

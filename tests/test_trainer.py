@@ -773,7 +773,7 @@ def test_a_batch_larger_than_the_training_set_is_the_training_set(make_trainer):
     trainer = make_trainer(per_device_train_batch_size=128, max_steps=2)
     trainer.train()
     assert trainer.state.global_step == 2
-    assert trainer._train_batch_size == 24
+    assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == 24
 
 
 def test_the_state_is_json(make_trainer, tmp_path):

@@ -1,0 +1,331 @@
+"""How good class probabilities are: accuracy, negative log likelihood, calibration error and Brier score.
+
+Each is a formula on numbers and an `evaluate.Metric` that needs no Hub. `compute_metrics` gives a `Trainer` all four.
+"""
+
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+from numpy.typing import ArrayLike
+from transformers import EvalPrediction
+
+# how far the probabilities of an example may sum from 1: half precision is no mistake, logits are
+SUM_TOLERANCE = 1e-3
+
+
+# ---- Formulas -------------------------------------------------------------------------------------------------------
+
+
+def class_averaged_accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
+    """The share of right answers in a class, averaged over the classes that `labels` contains.
+
+        accuracy = 1/K sum_k 1/n_k sum_{i: y_i = k} [ argmax_c p_ic = y_i ]
+
+    Of equal probabilities the first class is the answer.
+
+    Args:
+        probabilities: shape (n, C), one row for each example.
+        labels: n whole numbers in [0, C).
+
+    Example:
+        >>> class_averaged_accuracy([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]], [0, 0, 0, 1])
+        0.5
+    """
+    probabilities, labels = _checked(probabilities, labels)
+    right = probabilities.argmax(axis=1) == labels
+    right_in_class, size_of_class = np.bincount(labels, weights=right), np.bincount(labels)
+    present = size_of_class > 0
+    return float(np.mean(right_in_class[present] / size_of_class[present]))
+
+
+def negative_log_likelihood(probabilities: ArrayLike, labels: ArrayLike) -> float:
+    """The mean of minus the log probability of the label; `inf` if a label has probability 0.
+
+        nll = -1/n sum_i log p_i,y_i
+
+    Args:
+        probabilities: shape (n, C), one row for each example.
+        labels: n whole numbers in [0, C).
+
+    Example:
+        >>> negative_log_likelihood([[0.5, 0.5], [0.75, 0.25]], [1, 1])
+        1.0397207708399179
+    """
+    probabilities, labels = _checked(probabilities, labels)
+    with np.errstate(divide="ignore"):  # log 0 is meant
+        return float(-np.mean(np.log(probabilities[np.arange(len(labels)), labels])))
+
+
+def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, num_bins: int = 15) -> float:
+    """How far confidence is from accuracy, in bins of equal width (Guo et al. 2017).
+
+        ece = sum_b n_b/n | accuracy_b - confidence_b |,    bin b = ( (b-1)/B, b/B ],    b = 1 .. B
+
+    with the mean confidence, max_c p_ic, and the share of right answers of the n_b examples whose confidence is in bin
+    b. Examples are averaged, not classes.
+
+    Args:
+        probabilities: shape (n, C), one row for each example.
+        labels: n whole numbers in [0, C).
+        num_bins: B.
+
+    Example:
+        >>> expected_calibration_error([[0.75, 0.25], [0.75, 0.25]], [0, 1])
+        0.25
+    """
+    probabilities, labels = _checked(probabilities, labels)
+    _check_num_bins(num_bins)
+    confidence = probabilities.max(axis=1)
+    right = probabilities.argmax(axis=1) == labels
+    # only the edges between bins, so that 1 and what rounding puts above it are in the last bin; not by `linspace`,
+    # which rounds twice and so can be below a confidence that is exactly b/B
+    bins = np.searchsorted(np.arange(1, num_bins) / num_bins, confidence, side="left")
+    gaps = np.bincount(bins, weights=right - confidence)  # n_b (accuracy_b - confidence_b)
+    return float(np.abs(gaps).sum() / len(labels))
+
+
+def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
+    """The mean squared distance between the probabilities and the label as a one-hot vector; 0 to 2.
+
+        brier = 1/n sum_i sum_c ( p_ic - [c = y_i] )^2
+
+    Args:
+        probabilities: shape (n, C), one row for each example.
+        labels: n whole numbers in [0, C).
+
+    Example:
+        >>> brier_score([[0.5, 0.5], [1.0, 0.0]], [1, 1])
+        1.25
+    """
+    probabilities, labels = _checked(probabilities, labels)
+    differences = probabilities.copy()
+    differences[np.arange(len(labels)), labels] -= 1
+    return float(np.mean(np.sum(differences**2, axis=1)))
+
+
+def classification_metrics(probabilities: ArrayLike, labels: ArrayLike) -> dict[str, float]:
+    """All four, under `accuracy`, `nll`, `ece` and `brier`.
+
+    Args:
+        probabilities: shape (n, C), one row for each example.
+        labels: n whole numbers in [0, C).
+
+    Example:
+        >>> classification_metrics([[0.5, 0.5], [1.0, 0.0]], [0, 0])
+        {'accuracy': 1.0, 'nll': 0.34657359027997264, 'ece': 0.25, 'brier': 0.25}
+    """
+    return {
+        "accuracy": class_averaged_accuracy(probabilities, labels),
+        "nll": negative_log_likelihood(probabilities, labels),
+        "ece": expected_calibration_error(probabilities, labels),
+        "brier": brier_score(probabilities, labels),
+    }
+
+
+# ---- From logits ----------------------------------------------------------------------------------------------------
+
+
+def probabilities_of(logits: ArrayLike) -> np.ndarray:
+    """Softmax over the last axis, in float64.
+
+        p_c = exp(z_c - m) / sum_d exp(z_d - m),    m = max_d z_d
+
+    Args:
+        logits: one row for each example; -inf is probability 0.
+
+    Example:
+        >>> probabilities_of([[1000.0, 1000.0], [0.0, -np.inf]])
+        array([[0.5, 0.5],
+               [1. , 0. ]])
+    """
+    logits = np.asarray(logits, dtype=np.float64)
+    if logits.size == 0:
+        raise ValueError(f"logits: there are none, the shape is {logits.shape}; pass at least one example.")
+    largest = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(largest).all():
+        wrong = largest[~np.isfinite(largest)][0]
+        raise ValueError(
+            f"logits: the largest of each example must be finite, got {wrong}; check the model's outputs."
+        )
+    exponentials = np.exp(logits - largest)
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """`classification_metrics` of the softmax of a model's logits, to be passed to a `Trainer`.
+
+        p_i = softmax(z_i)
+
+    Args:
+        prediction: its `predictions` are logits, or a tuple that starts with them; its `label_ids` are labels.
+
+    Example:
+        >>> metrics = compute_metrics(EvalPrediction(predictions=np.zeros((2, 2)), label_ids=np.array([0, 0])))
+        >>> metrics
+        {'accuracy': 1.0, 'nll': 0.6931471805599453, 'ece': 0.5, 'brier': 0.5}
+    """
+    logits = prediction.predictions
+    if isinstance(logits, tuple):
+        logits = logits[0]
+    return classification_metrics(probabilities_of(logits), prediction.label_ids)
+
+
+# ---- For evaluate ---------------------------------------------------------------------------------------------------
+
+
+class _ProbabilityMetric(evaluate.Metric):
+    """A metric of class probabilities."""
+
+    def __init__(self, **kwargs: Any):
+        # files only serve to bring several processes together
+        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
+        super().__init__(**kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=self.__doc__,
+            citation="",
+            inputs_description="predictions: rows of class probabilities. references: labels, whole numbers.",
+            features=datasets.Features(
+                {"predictions": datasets.List(datasets.Value("float64")), "references": datasets.Value("int64")}
+            ),
+        )
+
+    def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> dict[str, float] | None:
+        """The metric of all examples added so far and of these; `None` on all processes but the first."""
+        if predictions is None and references is None and len(self) == 0:
+            raise ValueError("predictions: there are none; pass them here, or to `add` or `add_batch` before.")
+        return super().compute(predictions=predictions, references=references, **kwargs)
+
+    def _compute(self, predictions: list[list[float]], references: list[int]) -> dict[str, float]:
+        return self._score(*_checked(predictions, references, names=("predictions", "references")))
+
+    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        raise NotImplementedError
+
+
+class ClassAveragedAccuracy(_ProbabilityMetric):
+    """`class_averaged_accuracy` as an `evaluate.Metric`.
+
+    Args:
+        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
+
+    Example:
+        >>> ClassAveragedAccuracy().compute(predictions=[[0.9, 0.1], [0.6, 0.4]], references=[0, 1])
+        {'accuracy': 0.5}
+    """
+
+    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        return {"accuracy": class_averaged_accuracy(probabilities, labels)}
+
+
+class NegativeLogLikelihood(_ProbabilityMetric):
+    """`negative_log_likelihood` as an `evaluate.Metric`.
+
+    Args:
+        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
+
+    Example:
+        >>> NegativeLogLikelihood().compute(predictions=[[0.5, 0.5]], references=[0])
+        {'nll': 0.6931471805599453}
+    """
+
+    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        return {"nll": negative_log_likelihood(probabilities, labels)}
+
+
+class ExpectedCalibrationError(_ProbabilityMetric):
+    """`expected_calibration_error` as an `evaluate.Metric`.
+
+    Args:
+        num_bins: bins of equal width that the confidence is sorted into.
+        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
+
+    Example:
+        >>> ExpectedCalibrationError(num_bins=10).compute(predictions=[[0.75, 0.25]], references=[0])
+        {'ece': 0.25}
+    """
+
+    def __init__(self, num_bins: int = 15, **kwargs: Any):
+        _check_num_bins(num_bins)
+        self.num_bins = num_bins
+        super().__init__(**kwargs)
+
+    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        return {"ece": expected_calibration_error(probabilities, labels, self.num_bins)}
+
+
+class BrierScore(_ProbabilityMetric):
+    """`brier_score` as an `evaluate.Metric`.
+
+    Args:
+        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
+
+    Example:
+        >>> BrierScore().compute(predictions=[[0.5, 0.5]], references=[0])
+        {'brier': 0.5}
+    """
+
+    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+        return {"brier": brier_score(probabilities, labels)}
+
+
+# ---- Checks ---------------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    probabilities: ArrayLike, labels: ArrayLike, names: tuple[str, str] = ("probabilities", "labels")
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as arrays; `names` are what the caller calls them."""
+    rows_name, labels_name = names
+    try:
+        rows = np.asarray(probabilities, dtype=np.float64)
+    except ValueError as error:
+        raise ValueError(f"{rows_name}: must be rows of C numbers, with the same C in each; {error}") from None
+    labels = np.asarray(labels)
+    if rows.size == 0:
+        raise ValueError(f"{rows_name}: there are none, the shape is {rows.shape}; pass at least one example.")
+    if rows.ndim != 2:
+        raise ValueError(f"{rows_name}: must have the shape (examples, classes), got {rows.shape}.")
+    if labels.shape != rows.shape[:1]:
+        raise ValueError(f"{labels_name}: must have the shape ({len(rows)},), one for each row, got {labels.shape}.")
+    _check_probabilities(rows, rows_name)
+    if labels.dtype.kind not in "biu":
+        raise ValueError(f"{labels_name}: must be whole numbers, got {labels.dtype}; convert them to integers.")
+    labels = labels.astype(np.int64)
+    num_classes = rows.shape[1]
+    outside = (labels < 0) | (labels >= num_classes)
+    if outside.any():
+        raise ValueError(
+            f"{labels_name}: must be in [0, {num_classes}), as {rows_name} have {num_classes} columns, got "
+            f"{labels[outside][0]} in row {outside.argmax()}; number the classes from 0, and leave out examples "
+            "without a class."
+        )
+    return rows, labels
+
+
+def _check_probabilities(rows: np.ndarray, name: str) -> None:
+    infinite = ~np.isfinite(rows)
+    if infinite.any():
+        row = infinite.any(axis=1).argmax()
+        raise ValueError(f"{name}: must be finite, got {rows[infinite][0]} in row {row}; check the model's outputs.")
+    negative = rows < 0
+    if negative.any():
+        raise ValueError(
+            f"{name}: must not be negative, got {rows[negative][0]} in row {negative.any(axis=1).argmax()}; pass "
+            "probabilities, not logits (`probabilities_of` converts them)."
+        )
+    sums = rows.sum(axis=1)
+    off = np.abs(sums - 1) > SUM_TOLERANCE
+    if off.any():
+        raise ValueError(
+            f"{name}: each row must sum to 1, row {off.argmax()} sums to {sums[off][0]}; pass probabilities, not "
+            "logits (`probabilities_of` converts them)."
+        )
+
+
+def _check_num_bins(num_bins: int) -> None:
+    if not isinstance(num_bins, int) or num_bins < 1:
+        raise ValueError(f"num_bins: must be a whole number of at least 1, got {num_bins!r}.")

@@ -1,0 +1,407 @@
+"""Figures of a run: what was learned over the steps, calibration, and the ELBo beside the DE ELBo.
+
+It needs matplotlib, but no display: every function makes a `Figure` of its own and leaves pyplot's state alone.
+"""
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from numpy.typing import ArrayLike
+
+from .blocks import Tensors
+from .objective import DEELBo, default_kappa, gaussian_kl, optimal_variance
+from .posterior import GaussianPosterior
+from .priors import GaussianPrior
+
+# The colours of Okabe and Ito, which the colour-blind tell apart; dashes and markers do the same for print in grey
+STYLES = [
+    {"color": "#0072B2", "linestyle": "-", "marker": "o"},
+    {"color": "#D55E00", "linestyle": "--", "marker": "s"},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+    {"color": "#CC79A7", "linestyle": ":", "marker": "D"},
+    {"color": "#E69F00", "linestyle": "-", "marker": "v"},
+    {"color": "#56B4E9", "linestyle": "--", "marker": "P"},
+]
+FONT_SIZE = 11  # still read when a figure of 7 inches is printed 3.5 inches wide
+# A legend outside of the axes, where it covers no data
+ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "frameon": False, "fontsize": FONT_SIZE}
+
+
+# ---- Training curves -----------------------------------------------------------------------------------------------
+
+
+def plot_training_curves(log_history: Sequence[Mapping[str, Any]]) -> Figure:
+    """What a run learned, over its steps: lambda, tau, sigma, the NLL and the KL of backbone and head.
+
+    Args:
+        log_history: `trainer.state.log_history`; lines without `nll`, such as those of an evaluation, are left out.
+
+    Example:
+        >>> line = {"nll": 0.5, "kl_backbone": 9.0, "kl_head": 2.0, "lambda": 0.1, "tau": 0.2, "sigma": 0.01}
+        >>> figure = plot_training_curves([line | {"step": 10}, line | {"step": 20}])
+        >>> len(figure.axes)
+        5
+    """
+    lines = [line for line in log_history if "nll" in line]
+    if not lines:
+        raise ValueError('log_history: no line has "nll". Give `state.log_history` of a DEELBoTrainer after a run.')
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    panels = [*top.subplots(1, 3), *bottom.subplots(1, 2)]
+    contents = [
+        ("prior variance of\nthe backbone, $\\lambda$", ["lambda"]),
+        ("prior variance of\nthe head, $\\tau$", ["tau"]),
+        ("standard deviation\nof the posterior, $\\sigma$", ["sigma"]),
+        ("negative log likelihood\nof an example, NLL", ["nll"]),
+        ("divergence from\nthe prior, KL", ["kl_backbone", "kl_head"]),
+    ]
+    for axes, (label, keys) in zip(panels, contents, strict=True):
+        for key, style in zip(keys, STYLES, strict=False):
+            steps, values = [line["step"] for line in lines], [line[key] for line in lines]
+            axes.plot(steps, values, **style, markevery=[-1], label=key)
+        _describe(axes, "step", label)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=(1, 2, 5, 10)))
+        axes.set_xlim(left=0)
+        if keys != ["nll"]:
+            _use_log_scale(axes)
+    panels[-1].legend(["backbone", "head"], ncols=2, **ABOVE)
+    return _laid_out(figure)
+
+
+def _use_log_scale(axes: Axes) -> None:
+    """A log scale over the positive numbers; the others are left out, and where all are, the scale stays linear.
+
+    A run from L2-SP starts at KL = 0 up to rounding, which must not stretch the scale over ten empty decades.
+    """
+    values = np.concatenate([line.get_ydata() for line in axes.lines])
+    shown = values[values > max(0, 1e-10 * values.max())]
+    if len(shown) == 0:
+        return
+    axes.set_yscale("log", nonpositive="mask")
+    low, high = shown.min(), shown.max()
+    margin = max((high / low) ** 0.05, 1.02)
+    axes.set_ylim(low / margin, high * margin)
+    # Whatever the range, two ticks at least
+    few_decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6)
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)) if high < 5 * low else few_decades)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+# ---- Calibration ---------------------------------------------------------------------------------------------------
+
+
+def plot_reliability(
+    probabilities: ArrayLike | Mapping[str, ArrayLike], labels: ArrayLike, num_bins: int = 15
+) -> Figure:
+    """Reliability diagram: accuracy over confidence in bins (a, b] of equal width, and the share of examples in each.
+
+    The title tells the expected calibration error, ECE = sum_b n_b/n |accuracy_b - confidence_b|. The bars between
+    points and diagonal are its |accuracy_b - confidence_b|.
+
+    Args:
+        probabilities: one row of class probabilities for each example; or several such by name, for instance those of
+            the posterior mean and those averaged over weight samples.
+        labels: the class index of each example.
+        num_bins: how many bins.
+
+    Example:
+        >>> figure = plot_reliability([[0.8, 0.2], [0.6, 0.4]], labels=[0, 1], num_bins=5)
+        >>> figure.get_suptitle()
+        'ECE 0.400'
+    """
+    if num_bins < 1:
+        raise ValueError(f"num_bins: must be at least 1, got {num_bins}.")
+    named = probabilities if isinstance(probabilities, Mapping) else {"predictions": probabilities}
+    if not named:
+        raise ValueError("probabilities: there are none; give at least one name with its probabilities.")
+    edges = np.arange(num_bins + 1) / num_bins
+    titles = []
+    figure = Figure(figsize=(5, 6), layout="constrained")
+    diagram, histogram = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    diagram.plot([0, 1], [0, 1], color="0.4", linewidth=1, label="perfect calibration")
+    for (name, rows), style in zip(named.items(), cycle(STYLES), strict=False):
+        share, confidence, accuracy = _calibration(*_checked_predictions(rows, labels), edges)
+        gap = np.abs(accuracy - confidence)
+        titles.append(f"ECE {(share[share > 0] * gap).sum():.3f}" + (f", {name}" if len(named) > 1 else ""))
+        diagram.vlines(confidence, confidence, accuracy, color=style["color"], linewidth=5, alpha=0.3)
+        diagram.plot(confidence, accuracy, **style, clip_on=False, label=name)
+        # The share of (a, b] is given at b, and drawn back to a
+        histogram.plot(edges, [0, *share], **(style | {"marker": ""}), drawstyle="steps-pre", label=name)
+        histogram.fill_between(edges, [0, *share], step="pre", color=style["color"], alpha=0.15, linewidth=0)
+    diagram.set(xlim=(0, 1), ylim=(-0.03, 1.03))
+    histogram.set_ylim(bottom=0)
+    _describe(diagram, "", "accuracy")
+    _describe(histogram, "confidence, the largest probability", "share of\nexamples")
+    diagram.legend(**ABOVE)
+    figure.suptitle("\n".join(titles), fontsize=FONT_SIZE)
+    return _laid_out(figure)
+
+
+def _calibration(
+    probabilities: np.ndarray, labels: np.ndarray, edges: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The share of examples in every bin; mean confidence and accuracy in those that are not empty."""
+    confidence, correct = probabilities.max(1), probabilities.argmax(1) == labels
+    bins, num_bins = np.digitize(confidence, edges[1:-1], right=True), len(edges) - 1
+    count = np.bincount(bins, minlength=num_bins)
+    sums = [np.bincount(bins, weights, minlength=num_bins) for weights in (confidence, correct)]
+    filled = count > 0
+    return count / len(labels), *(total[filled] / count[filled] for total in sums)
+
+
+def _checked_predictions(probabilities: ArrayLike, labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    probabilities = torch.as_tensor(probabilities, dtype=torch.float64).detach().cpu().numpy()
+    labels = torch.as_tensor(labels).cpu().numpy()
+    if probabilities.ndim != 2 or labels.ndim != 1:
+        raise ValueError(
+            "probabilities: expected one row for each example, and labels one class index for each; got the shapes "
+            f"{probabilities.shape} and {labels.shape}."
+        )
+    if len(probabilities) != len(labels) or len(labels) == 0:
+        raise ValueError(
+            f"labels: {len(labels)} for {len(probabilities)} rows of probabilities; it needs one for each, and one at "
+            "least."
+        )
+    if probabilities.min() < 0 or not np.allclose(probabilities.sum(1), 1, atol=1e-2):
+        raise ValueError("probabilities: rows must be >= 0 and sum to 1; apply a softmax to logits first.")
+    if labels.min() < 0 or labels.max() >= probabilities.shape[1]:
+        raise ValueError(f"labels: must be class indices from 0 to {probabilities.shape[1] - 1}.")
+    return probabilities, labels
+
+
+# ---- ELBo and DE ELBo ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PriorFit:
+    """How one part of q, backbone or head, lies in its prior: all that its KL needs beside sigma and the variance.
+
+    Attributes:
+        mahalanobis: (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar).
+        trace_inverse: tr(Sigma_p^-1).
+        log_det: log det Sigma_p.
+        num_parameters: D of this part.
+
+    Example:
+        >>> PriorFit(mahalanobis=0.0, trace_inverse=3.0, log_det=0.0, num_parameters=3).kl(sigma=0.5, variance=0.25)
+        0.0
+    """
+
+    mahalanobis: float
+    trace_inverse: float
+    log_det: float
+    num_parameters: int
+
+    @classmethod
+    def of(cls, prior: GaussianPrior, weights: Tensors) -> "PriorFit":
+        """Of the means `weights` in `prior`."""
+        distance = float(prior.mahalanobis(weights))
+        return cls(distance, float(prior.trace_inverse), float(prior.log_det), prior.num_parameters)
+
+    def kl(self, sigma: float, variance: float) -> float:
+        """KL( N(w_bar, sigma^2 I) || N(mu_p, variance * Sigma_p) )."""
+        return float(gaussian_kl(_float64(sigma), _float64(variance), **asdict(self)))
+
+
+@dataclass(frozen=True)
+class FixedPosterior:
+    """A posterior q that is kept fixed, to see J at any lambda, tau and kappa.
+
+    Attributes:
+        name: what the legend calls it.
+        nll: mean negative log likelihood of a training example under q, such as `trainer.de_elbo().nll`.
+        sigma: the standard deviation of q.
+        backbone: the backbone in its prior.
+        head: the head in its prior.
+        num_examples: N, the size of the training set.
+
+    Example:
+        >>> backbone, head = PriorFit(0.0, 3.0, 0.0, num_parameters=3), PriorFit(4.0, 2.0, 0.0, num_parameters=2)
+        >>> q = FixedPosterior("q", nll=0.5, sigma=1.0, backbone=backbone, head=head, num_examples=10)
+        >>> q.value(lambda_=1.0, tau=1.0, kappa=2.0)  # -2 * 10 * 0.5 - 0 - 2
+        -12.0
+    """
+
+    name: str
+    nll: float
+    sigma: float
+    backbone: PriorFit
+    head: PriorFit
+    num_examples: int
+
+    @classmethod
+    def from_posterior(cls, name: str, posterior: GaussianPosterior, nll: float) -> "FixedPosterior":
+        """The present state of a posterior, with the `nll` that was computed for it."""
+        if posterior.is_sampled:
+            raise ValueError("posterior: the model holds a weight sample; leave `with sampled(...)` first.")
+        if posterior.num_examples is None:
+            raise ValueError("posterior: it has no `num_examples`, and J needs N, the size of the training set.")
+        return cls(
+            name,
+            nll,
+            float(posterior.sigma),
+            PriorFit.of(posterior.prior, posterior.backbone),
+            PriorFit.of(posterior._head_prior, posterior.head),
+            posterior.num_examples,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """D."""
+        return self.backbone.num_parameters + self.head.num_parameters
+
+    @property
+    def best_common_variance(self) -> float:
+        """The value of lambda = tau that maximises J; kappa does not enter."""
+        best = optimal_variance(
+            _float64(self.sigma),
+            mahalanobis=self.backbone.mahalanobis + self.head.mahalanobis,
+            trace_inverse=self.backbone.trace_inverse + self.head.trace_inverse,
+            num_parameters=self.num_parameters,
+        )
+        return float(best)
+
+    def value(self, lambda_: float, tau: float, kappa: float) -> float:
+        """J = -kappa * N * nll - KL(q(w) || p(w)) - KL(q(V) || p(V))."""
+        kl_backbone, kl_head = self.backbone.kl(self.sigma, lambda_), self.head.kl(self.sigma, tau)
+        return DEELBo(self.nll, kl_backbone, kl_head, kappa, self.num_examples).value
+
+
+def plot_elbo_comparison(posteriors: Sequence[FixedPosterior]) -> Figure:
+    """Which of some fixed posteriors the ELBo (kappa = 1, left) and the DE ELBo (kappa = D/N, right) prefer.
+
+    Each curve is J/D of one posterior over a common value of lambda and tau, with a mark at its maximum. Far to the
+    left, where the prior is too narrow for the posterior, curves fall without bound and leave the panel.
+
+    Args:
+        posteriors: of the same model on the same training set, for instance one trained with `kappa=1` and one with
+            `kappa="auto"`.
+
+    Example:
+        >>> simple, close = PriorFit(0.1, 50.0, 0.0, num_parameters=50), PriorFit(9.0, 50.0, 0.0, num_parameters=50)
+        >>> q_a = FixedPosterior("A: plain ELBo", 2.3, 0.3, backbone=simple, head=simple, num_examples=10)
+        >>> q_b = FixedPosterior("B: DE ELBo", 0.1, 0.1, backbone=close, head=close, num_examples=10)
+        >>> elbo, de_elbo = plot_elbo_comparison([q_a, q_b]).axes
+        >>> [line.get_label() for line in de_elbo.lines]
+        ['A: plain ELBo', 'B: DE ELBo']
+    """
+    if not posteriors:
+        raise ValueError("posteriors: there are none; give at least one FixedPosterior.")
+    sizes = {(q.num_parameters, q.num_examples) for q in posteriors}
+    if len(sizes) > 1:
+        raise ValueError(f"posteriors: they must share D and N to be compared, got (D, N) = {sorted(sizes)}.")
+    kappa = default_kappa(*sizes.pop())
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_objective(left, posteriors, kappa=1.0)
+    _draw_objective(right, posteriors, kappa)
+    left.set_title("ELBo, $\\kappa = 1$", fontsize=FONT_SIZE)
+    right.set_title(f"DE ELBo, $\\kappa = D/N$ = {kappa:,.1f}", fontsize=FONT_SIZE)
+    figure.legend(handles=left.lines, loc="outside upper center", ncols=2, frameon=False, fontsize=FONT_SIZE)
+    return _laid_out(figure)
+
+
+def _draw_objective(axes: Axes, posteriors: Sequence[FixedPosterior], kappa: float) -> None:
+    best = [q.best_common_variance for q in posteriors]
+    variances = np.union1d(np.geomspace(min(best) / 10, max(best) * 100, 200), best)
+    lowest, highest = math.inf, -math.inf
+    for q, style in zip(posteriors, cycle(STYLES), strict=False):
+        values = [q.value(v, v, kappa) / q.num_parameters for v in variances]
+        axes.plot(variances, values, **style, markersize=8, markevery=[int(np.argmax(values))], label=q.name)
+        lowest, highest = min(lowest, values[-1]), max(highest, *values)
+    axes.set_xscale("log")
+    axes.set_ylim(lowest, highest + 0.08 * (highest - lowest))
+    _describe(axes, "common prior variance, $\\lambda = \\tau$", "objective per parameter, $J/D$")
+
+
+def _float64(number: float) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.float64)
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------
+
+
+def save_figure(figure: Figure, path: str | os.PathLike) -> list[Path]:
+    """Write `<path>.png`, and `<path>.json` with the numbers of every line, from which the figure can be drawn anew.
+
+    The same figure gives the same bytes, and an older file is replaced only by a complete one.
+
+    Args:
+        figure: a figure of this module.
+        path: where to write, without suffix; its folder is made if need be.
+
+    Returns:
+        The two files.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> figure = plot_reliability([[0.8, 0.2], [0.6, 0.4]], labels=[0, 1], num_bins=5)
+        >>> with TemporaryDirectory() as folder:
+        ...     [file.name for file in save_figure(figure, f"{folder}/reliability")]
+        ['reliability.png', 'reliability.json']
+    """
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150, metadata={"Software": None})
+    numbers = {"title": figure.get_suptitle(), "axes": [_numbers_of(axes) for axes in figure.axes]}
+    contents = {".png": image.getvalue(), ".json": json.dumps(numbers, indent=1, allow_nan=False).encode()}
+    files = [Path(f"{os.fspath(path)}{suffix}") for suffix in contents]
+    for file, content in zip(files, contents.values(), strict=True):
+        _write_whole(file, content)
+    return files
+
+
+def _numbers_of(axes: Axes) -> dict[str, Any]:
+    lines = [
+        {"label": line.get_label(), "x": _plain(line.get_xdata()), "y": _plain(line.get_ydata())}
+        for line in axes.lines
+    ]
+    labels = {"title": axes.get_title(), "xlabel": axes.get_xlabel(), "ylabel": axes.get_ylabel()}
+    return labels | {"xscale": axes.get_xscale(), "yscale": axes.get_yscale(), "lines": lines}
+
+
+def _plain(values: ArrayLike) -> list[float | None]:
+    """As JSON has neither nan nor infinity, they become null."""
+    return [value if math.isfinite(value) else None for value in np.asarray(values).tolist()]
+
+
+def _write_whole(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---- Looks ---------------------------------------------------------------------------------------------------------
+
+
+def _describe(axes: Axes, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label, fontsize=FONT_SIZE)
+    axes.set_ylabel(y_label, fontsize=FONT_SIZE)
+    axes.tick_params(labelsize=FONT_SIZE - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+
+
+def _laid_out(figure: Figure) -> Figure:
+    """Keep the layout: the engine's answer changes with how often it ran, and so would the bytes of a saved file."""
+    figure.draw_without_rendering()
+    figure.draw_without_rendering()  # as the first pass chose the ticks for axes of another size
+    figure.set_layout_engine("none")
+    return figure

@@ -1,0 +1,183 @@
+import json
+import math
+
+import pytest
+import torch
+from conftest import make_dataset, make_model
+
+from hf_deelbo import DEELBoTrainer
+from hf_deelbo.selection import Candidate, elbo_objective, halving_schedule, select
+
+CANDIDATES = [Candidate(rate, 0.05) for rate in (0.1, 0.01, 0.001, 0.0001)]
+
+
+@pytest.fixture
+def task(make_config, tmp_path):
+    """A factory of trainers that counts the steps it was asked to make."""
+
+    class Task:
+        folder = tmp_path / "selection"
+
+        def __init__(self):
+            self.steps = 0
+
+        def make_trainer(self, candidate: Candidate, output_dir: str) -> DEELBoTrainer:
+            args = make_config(
+                output_dir=output_dir,
+                max_steps=20,
+                learning_rate=candidate.learning_rate,
+                init_sigma=candidate.init_sigma,
+                save_strategy="steps",
+                save_steps=5,
+                num_elbo_samples=3,
+                logging_steps=1,
+            )
+            trainer = DEELBoTrainer(make_model("vit"), args, train_dataset=make_dataset("vit"))
+            training_step = trainer.training_step
+
+            def counted(*arguments, **kwargs):
+                self.steps += 1
+                return training_step(*arguments, **kwargs)
+
+            trainer.training_step = counted
+            return trainer
+
+    return Task()
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 8, 12])
+def test_halving_costs_its_budget(number):
+    parts, left, done, cost = halving_schedule(number), number, 0.0, 0.0
+    for part in [*parts, 1.0]:
+        cost += left * (part - done)
+        left, done = math.ceil(left / 2), part
+    assert cost == pytest.approx(1.6)
+    assert parts == sorted(parts)
+    assert parts[-1] < 1
+
+
+class TestFull:
+    def test_the_highest_j_is_taken(self, task):
+        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder, method="full")
+        values = {}
+        for candidate in CANDIDATES:
+            alone = task.make_trainer(candidate, str(task.folder.parent / candidate.name))
+            alone.train()
+            values[candidate] = alone.de_elbo().value
+        assert {trial.candidate: trial.de_elbo for trial in selection.trials} == pytest.approx(values, rel=1e-9)
+        assert selection.best == max(values, key=values.get)
+        assert selection.runs == 4
+        assert trainer.de_elbo().value == pytest.approx(values[selection.best], rel=1e-9)
+
+
+class TestHalving:
+    def test_it_drops_the_lower_half_and_ends_as_an_uninterrupted_run(self, task):
+        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        assert [trial.steps for trial in selection.trials] == [3] * 4 + [6] * 2 + [20]
+        assert task.steps == 4 * 3 + 2 * 3 + 14
+        assert selection.runs == pytest.approx(task.steps / 20)
+        assert selection.runs <= 1.6
+        first = {trial.candidate: trial.de_elbo for trial in selection.trials[:4]}
+        kept = {trial.candidate for trial in selection.trials[4:6]}
+        assert min(first[candidate] for candidate in kept) > max(first[c] for c in CANDIDATES if c not in kept)
+
+        whole = task.make_trainer(selection.best, str(task.folder.parent / "whole"))
+        whole.train()
+        for name, tensor in whole.model.state_dict().items():
+            assert torch.equal(trainer.model.state_dict()[name], tensor), name
+        assert len(trainer.state.log_history) >= 20
+
+    def test_only_the_best_keeps_its_checkpoints(self, task):
+        _, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        folders = [path.name for path in task.folder.iterdir() if path.is_dir()]
+        assert folders == [selection.best.name]
+
+    @pytest.mark.parametrize("killed_after", [1, 5, 11, 14, 25])
+    def test_a_killed_selection_goes_on_where_it_was(self, task, killed_after):
+        expected = select(task.make_trainer, CANDIDATES, task.folder.parent / "uninterrupted")[1]
+        steps_of_all, task.steps = task.steps, 0
+
+        class Killed(BaseException):
+            pass
+
+        def until_killed(candidate, output_dir):
+            trainer = task.make_trainer(candidate, output_dir)
+            training_step = trainer.training_step
+
+            def step(*arguments, **kwargs):
+                if task.steps >= killed_after:
+                    raise Killed
+                return training_step(*arguments, **kwargs)
+
+            trainer.training_step = step
+            return trainer
+
+        with pytest.raises(Killed):
+            select(until_killed, CANDIDATES, task.folder)
+        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        assert [(t.candidate, t.steps, t.de_elbo) for t in selection.trials] == [
+            (t.candidate, t.steps, t.de_elbo) for t in expected.trials
+        ]
+        assert task.steps <= steps_of_all + 5  # at most what was done since a checkpoint is done again
+        steps = task.steps
+        again = select(task.make_trainer, CANDIDATES, task.folder)
+        assert task.steps == steps  # all was known
+        assert again[1].best == selection.best
+        for name, tensor in trainer.model.state_dict().items():
+            assert torch.equal(again[0].model.state_dict()[name], tensor), name
+        assert again[0].posterior.sigma == trainer.posterior.sigma
+
+    def test_a_candidate_that_diverges_loses(self, task):
+        candidates = [Candidate(1e30, 0.05), Candidate(0.01, 0.05)]
+        _, selection = select(task.make_trainer, candidates, task.folder)
+        assert selection.best == candidates[1]
+        assert selection.trials[0].de_elbo == -math.inf
+        with pytest.raises(FloatingPointError, match="Every candidate diverged"):
+            select(task.make_trainer, [Candidate(1e30, 0.05)], task.folder.parent / "other")
+
+    def test_one_candidate_is_one_run(self, task):
+        _, selection = select(task.make_trainer, CANDIDATES[:1], task.folder)
+        assert (selection.best, selection.runs, len(selection.trials)) == (CANDIDATES[0], 1.0, 1)
+
+
+class TestRefusals:
+    def test_an_unknown_method(self, task):
+        with pytest.raises(ValueError, match="unknown method 'best'; choose one of full, halving"):
+            select(task.make_trainer, CANDIDATES, task.folder, method="best")
+
+    @pytest.mark.parametrize("candidates", [[], CANDIDATES[:1] * 2])
+    def test_no_candidate_or_one_twice(self, task, candidates):
+        with pytest.raises(ValueError, match="candidates: needs at least one, and none twice"):
+            select(task.make_trainer, candidates, task.folder)
+
+    def test_the_folder_of_another_selection(self, task):
+        select(task.make_trainer, CANDIDATES[:1], task.folder)
+        assert json.loads((task.folder / "selection.json").read_text())["method"] == "halving"
+        with pytest.raises(ValueError, match="holds a selection among other candidates"):
+            select(task.make_trainer, CANDIDATES[:2], task.folder)
+
+
+def test_j_is_an_objective_of_hyperparameter_search(make_config):
+    trainer = DEELBoTrainer(
+        args=make_config(max_steps=3, num_elbo_samples=2),
+        train_dataset=make_dataset("vit"),
+        eval_dataset=make_dataset("vit", 6),
+        model_init=lambda: make_model("vit"),
+    )
+    values = {}
+
+    def space(trial) -> dict[str, float]:
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [0.1, 1e-5])}
+
+    objective = elbo_objective(trainer)
+
+    def noted(metrics):
+        values[trainer.args.learning_rate] = objective(metrics)
+        return values[trainer.args.learning_rate]
+
+    best = trainer.hyperparameter_search(
+        hp_space=space, compute_objective=noted, n_trials=6, direction="maximize", backend="optuna"
+    )
+    assert len(values) == 2
+    assert best.objective == max(values.values())
+    assert best.hyperparameters["learning_rate"] == max(values, key=values.get)
