@@ -47,15 +47,17 @@ PRESETS = {
         "num_elbo_samples": 10,
     }
 }
-# the embedded demonstration: small images and few steps, for two cores; its starts of sigma were compared by J
+# the embedded demonstration: small images and few steps, for two cores; a mirrored digit is no digit
 DEMO = {
+    "horizontal_flip": False,
     "logging_steps": 1,
     "train_size": 100,
     "image_size": 48,
-    "max_steps": 60,
+    "max_steps": 50,
     "learning_rates": [0.1, 0.01, 0.001, 0.0001],
     "init_sigmas": [1e-3],
-    "num_elbo_samples": 5,
+    "num_elbo_samples": 3,
+    "num_average_samples": 5,
     "compare_elbo": True,
 }
 
@@ -89,6 +91,7 @@ class DataArguments:
     subset_seed: int = field(default=1001, metadata={"help": "Decides the subset."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "At most so many test rows."})
     image_size: int | None = field(default=None, metadata={"help": "Pixels of the crop; default is 224."})
+    horizontal_flip: bool = field(default=True, metadata={"help": "Mirror half of the images in training."})
     max_seq_length: int = field(default=128, metadata={"help": "Tokens of a text; more are cut off."})
 
 
@@ -202,7 +205,9 @@ class Task:
     def _prepare_images(self) -> tuple:
         data, size = self.data, self.data_arguments.image_size or 224
         statistics = channel_statistics(data.train, data.inputs, disable_tqdm=self.config.disable_tqdm)
-        augmented, plain = (image_transform(size, statistics, augment) for augment in (True, False))
+        flip = self.data_arguments.horizontal_flip
+        augmented = image_transform(size, statistics, augment=True, horizontal_flip=flip)
+        plain = image_transform(size, statistics, augment=False)
         self.preprocessing = {"image_size": size, **asdict(statistics)}
         return (
             as_images(data.train, data.inputs, data.label, augmented),
@@ -293,7 +298,7 @@ def main() -> None:
         plain.train()
         plain_elbo = plain.de_elbo()
         posteriors.insert(0, FixedPosterior.from_posterior("plain ELBo", plain.posterior, plain_elbo.nll))
-        rows["plain ELBo (kappa = 1)"] = summary(plain, plain_elbo.value, evaluate(plain, 0))
+        rows["plain ELBo"] = summary(plain, plain_elbo.value, evaluate(plain, 0))
     if trainer.is_world_process_zero():
         write_results(folder, task, trainer, selection, rows, results, posteriors)
         print(table(folder, task, selection, rows))
@@ -321,7 +326,8 @@ def write_results(
     trainer.save_model(str(folder / "posterior"))
     metrics = {"results": rows, "selection": asdict(selection), "preprocessing": task.preprocessing}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2))
-    probabilities = {name: results[name]["probabilities"] for name in ("mean", "average") if name in results}
+    names = {"mean": "posterior mean", "average": "averaged over samples"}
+    probabilities = {name: results[key]["probabilities"] for key, name in names.items() if key in results}
     save_figure(plot_training_curves(trainer.state.log_history), folder / "figures" / "training")
     save_figure(plot_reliability(probabilities, results["labels"]), folder / "figures" / "reliability")
     if len(posteriors) > 1:
@@ -336,15 +342,16 @@ def table(folder: Path, task: Task, selection: Selection, rows: dict[str, dict])
         f"Learned from {best['num_examples']} examples of {len(task.data.class_names)} classes "
         f"(D = {best['num_parameters']:,} parameters), tested on {len(task.test)}:",
         "",
-        f"{'':34}{'lambda':>10}{'tau':>10}{'sigma':>10}{'J/D':>10}{'accuracy':>10}{'NLL':>8}{'ECE':>8}",
+        f"{'':12}{'kappa':>9}{'lambda':>10}{'tau':>10}{'sigma':>10}{'J/D':>9}   {'test':22}{'accuracy':>8}"
+        f"{'NLL':>8}{'ECE':>8}",
     ]
     for name, row in rows.items():
+        learned = "".join(f"{row[key]:10.2e}" for key in ("lambda_", "tau", "sigma"))
+        learned = f"{name:12}{row['kappa']:9.0f}{learned}{row['de_elbo'] / row['num_parameters']:9.4f}"
         for at, metrics in row["test"].items():
             where = "posterior mean" if at == "mean" else "averaged over samples"
-            learned = "".join(f"{row[key]:10.2e}" for key in ("lambda_", "tau", "sigma"))
-            quality = f"{100 * metrics['accuracy']:9.1f}%{metrics['nll']:8.3f}{metrics['ece']:8.3f}"
-            per_parameter = row["de_elbo"] / row["num_parameters"]
-            lines.append(f"{name if at == 'mean' else '':12.12}{where:>22}{learned}{per_parameter:10.4f}{quality}")
+            quality = f"{metrics['accuracy']:8.1%}{metrics['nll']:8.3f}{metrics['ece']:8.3f}"
+            lines.append(f"{learned if at == 'mean' else '':{len(learned)}}   {where:22}{quality}")
     chosen = f"learning rate {selection.best.learning_rate:g}, sigma from {selection.best.init_sigma:g}"
     lines += [
         "",

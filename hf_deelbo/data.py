@@ -345,11 +345,13 @@ def channel_statistics(dataset: datasets.Dataset, image_column: str, disable_tqd
     return ChannelStatistics(tuple(mean.tolist()), tuple(std.tolist()))
 
 
-def image_transform(size: int, statistics: ChannelStatistics, augment: bool) -> Callable[[Image.Image], torch.Tensor]:
+def image_transform(
+    size: int, statistics: ChannelStatistics, augment: bool, horizontal_flip: bool = True
+) -> Callable[[Image.Image], torch.Tensor]:
     """The paper's preprocessing, in proportion to its 256 and 224 pixels.
 
-    Resize to a square of 256/224 `size`, whatever the aspect; a random crop of `size` and a random horizontal flip to
-    augment, the centre crop otherwise; normalise.
+    Resize to a square of 256/224 `size`, whatever the aspect; a random crop of `size` and a random horizontal flip (if
+    a mirrored image means the same) to augment, the centre crop otherwise; normalise.
 
     Example:
         >>> transform = image_transform(224, ChannelStatistics((0.5,) * 3, (0.5,) * 3), augment=False)
@@ -357,7 +359,9 @@ def image_transform(size: int, statistics: ChannelStatistics, augment: bool) -> 
         torch.Size([3, 224, 224])
     """
     resized = round(size * 256 / 224)
-    crops = [v2.RandomCrop(size), v2.RandomHorizontalFlip()] if augment else [v2.CenterCrop(size)]
+    crops = [v2.RandomCrop(size) if augment else v2.CenterCrop(size)]
+    if augment and horizontal_flip:
+        crops.append(v2.RandomHorizontalFlip())
     return v2.Compose(
         [
             v2.Resize((resized, resized)),

@@ -200,7 +200,7 @@ class _Session:
         if self.max_steps is None:
             trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
             self.max_steps = _num_steps(trainer)
-        steps = max(1, round(part * self.max_steps))
+        steps = max(1, math.floor(part * self.max_steps + 1e-9))
         for trial in self.trials:
             if (trial.candidate, trial.steps) == (candidate, steps):
                 return trial

@@ -201,6 +201,8 @@ class TestImages:
         assert len({round(float(x[0, 0, 0]), 4) for x in augmented}) > 5  # random crops
         slopes = [bool(x[0, 0, 100] > x[0, 0, 50]) for x in augmented]
         assert len(set(slopes)) == 2  # flipped, or not
+        unflipped = image_transform(224, statistics, augment=True, horizontal_flip=False)
+        assert all(x[0, 0, 100] > x[0, 0, 50] for x in (unflipped(image) for _ in range(20)))
 
     def test_rows_are_made_when_they_are_read(self):
         calls = []

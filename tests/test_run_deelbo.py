@@ -1,0 +1,197 @@
+"""The run script: its arguments, the paper's protocol, and what a run leaves behind."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import make_model
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification, BertTokenizerFast, ViTConfig, ViTForImageClassification
+
+from hf_deelbo.data import decode_image
+from hf_deelbo.selection import Candidate
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "run_deelbo.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("run_deelbo", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_deelbo"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def shades(tmp_path) -> str:
+    """A dataset of dark, middle and bright images, as a folder."""
+    random = np.random.default_rng(0)
+    for split, size in (("train", 30), ("test", 9)):
+        labels = [i % 3 for i in range(size)]
+        images = [Image.fromarray(np.uint8(random.integers(0, 60, (10, 12, 3)) + 80 * label)) for label in labels]
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
+        (tmp_path / "shades" / "data").mkdir(parents=True, exist_ok=True)
+        rows = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+        rows.to_parquet(tmp_path / "shades" / "data" / f"{split}-00000-of-00001.parquet")
+    return str(tmp_path / "shades")
+
+
+@pytest.fixture
+def tiny_vit(tmp_path) -> str:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    return str(tmp_path / "vit")
+
+
+def run(script, monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_deelbo.py", *arguments, "--use_cpu", "--disable_tqdm", "true"])
+    script.main()
+
+
+class TestArguments:
+    def test_without_any_it_is_the_embedded_demonstration(self, script):
+        model, data, run, config = script.parse_arguments(["--use_cpu"])
+        assert (model.model_name_or_path, data.dataset_name, data.train_size) == ("efficientnet-lite0", "digits", 100)
+        assert (config.prior, config.kappa, run.selection, run.compare_elbo) == ("l2-sp", "auto", "halving", True)
+
+    def test_what_is_given_goes_before_a_preset(self, script):
+        _, data, run, config = script.parse_arguments(
+            ["--preset", "paper", "--dataset_name", "cifar10", "--max_steps", "7", "--selection=halving", "--use_cpu"]
+        )
+        assert (config.max_steps, run.selection, data.image_size) == (7, "halving", 224)
+        assert data.train_size is None
+
+    @pytest.mark.parametrize("suffix", ["json", "yaml"])
+    def test_a_file_is_the_only_argument(self, script, tmp_path, suffix):
+        settings = {"dataset_name": "cifar10", "learning_rates": [0.1, 0.01], "kappa": 2, "use_cpu": True}
+        path = tmp_path / f"run.{suffix}"
+        path.write_text((json.dumps if suffix == "json" else yaml.safe_dump)(settings))
+        _, data, run, config = script.parse_arguments([str(path)])
+        assert (data.dataset_name, run.learning_rates, config.kappa) == ("cifar10", [0.1, 0.01], 2.0)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [(["--preset", "fast"], "unknown preset 'fast'"), (["--selection", "best"], "unknown method 'best'")],
+    )
+    def test_unknown_names(self, script, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            script.parse_arguments([*arguments, "--use_cpu"])
+
+
+def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
+    arguments = script.parse_arguments(
+        [
+            *("--preset", "paper", "--dataset_name", shades, "--train_size", "15", "--subset_seed", "2001"),
+            *("--model_name_or_path", tiny_vit, "--output_dir", str(tmp_path / "outputs"), "--use_cpu"),
+        ]
+    )
+    _, data, run, config = arguments
+    assert data.image_size == 224
+    assert (run.selection, run.learning_rates, run.init_sigmas) == ("full", [0.1, 0.01, 0.001, 0.0001], [1e-4])
+    assert (config.max_steps, config.num_elbo_samples, config.num_eval_samples) == (6000, 10, 0)
+
+    task = script.Task(arguments)
+    assert sorted(task.data.train["label"]) == [0] * 5 + [1] * 5 + [2] * 5
+    pixels = [np.asarray(decode_image(value)) for value in task.data.train["image"]]
+    pixels = np.concatenate([p.reshape(-1, 3) for p in pixels]) / 255
+    np.testing.assert_allclose(task.preprocessing["mean"], pixels.mean(0), rtol=1e-9)
+    np.testing.assert_allclose(task.preprocessing["std"], pixels.std(0), rtol=1e-9)
+    assert task.test[0]["pixel_values"].shape == task.train[0]["pixel_values"].shape == (3, 224, 224)
+
+    data.image_size = 8  # for the tiny model
+    task = script.Task(arguments)
+    trainer = task.make_trainer(Candidate(0.1, 1e-4), str(tmp_path / "run"))
+    assert (trainer.posterior.kappa, trainer.posterior.num_examples) == (trainer.posterior.num_parameters / 15, 15)
+    assert trainer.args.per_device_train_batch_size == 15  # min(128, N)
+    trainer.create_optimizer_and_scheduler(6000)
+    (group, *_) = trainer.optimizer.param_groups
+    assert type(trainer.optimizer) is torch.optim.SGD
+    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.1, 0.9, True, 0)
+    assert trainer.posterior.rho in set(group["params"])
+    assert trainer.args.max_grad_norm == 1.0
+    rates = []
+    for _ in range(6000):
+        rates.append(trainer.lr_scheduler.get_last_lr()[0])
+        trainer.lr_scheduler.step()
+    np.testing.assert_allclose(rates[::1000], [0.05 * (1 + math.cos(math.pi * k / 6)) for k in range(6)], atol=1e-9)
+    assert trainer.posterior.sigma.item() == pytest.approx(1e-4)
+
+
+class TestRuns:
+    def test_what_a_run_leaves(self, script, shades, tiny_vit, tmp_path, monkeypatch, capsys):
+        outputs = tmp_path / "outputs"
+        arguments = [
+            *("--dataset_name", shades, "--model_name_or_path", tiny_vit, "--image_size", "8", "--train_size", "15"),
+            *("--max_steps", "20", "--learning_rates", "0.1", "0.001", "--init_sigma", "0.01", "--logging_steps", "1"),
+            *("--compare_elbo", "true", "--num_average_samples", "3", "--output_dir", str(outputs)),
+        ]
+        run(script, monkeypatch, *arguments)
+        printed = capsys.readouterr().out
+        assert "Learned from 15 examples of 3 classes" in printed
+        assert "averaged over samples" in printed
+
+        metrics = json.loads((outputs / "metrics.json").read_text())
+        assert metrics["results"].keys() == {"DE ELBo", "plain ELBo"}
+        learned = metrics["results"]["DE ELBo"]
+        saved = load_file(outputs / "posterior" / "posterior.safetensors")
+        assert learned["lambda_"] == pytest.approx(saved["lambda_"].item())
+        model = AutoModelForImageClassification.from_pretrained(outputs / "posterior").eval()
+        task = script.Task(script.parse_arguments([*arguments, "--use_cpu"]))
+        batch = torch.stack([row["pixel_values"] for row in task.test])
+        labels = torch.tensor(task.test.with_format(None)["labels"][:])
+        nll = torch.nn.functional.cross_entropy(model(pixel_values=batch).logits, labels).item()
+        assert learned["test"]["mean"]["nll"] == pytest.approx(nll, rel=1e-4)
+        figures = {path.name for path in (outputs / "figures").iterdir()}
+        assert figures == {f"{n}.{s}" for n in ("training", "reliability", "elbo_comparison") for s in ("png", "json")}
+        assert metrics["selection"]["runs"] <= 1.6
+
+        seconds = [trial["seconds"] for trial in metrics["selection"]["trials"]]
+        run(script, monkeypatch, *arguments)  # the same again: nothing is trained twice
+        again = json.loads((outputs / "metrics.json").read_text())
+        assert [trial["seconds"] for trial in again["selection"]["trials"]] == seconds
+        assert again["results"]["DE ELBo"] == learned
+
+        with pytest.raises(ValueError, match=r"output_dir: .* holds a run with another kappa"):
+            run(script, monkeypatch, *arguments, "--kappa", "3")
+
+    def test_a_folder_with_something_else_in_it(self, script, shades, tiny_vit, tmp_path, monkeypatch):
+        (tmp_path / "outputs").mkdir()
+        (tmp_path / "outputs" / "thesis.tex").touch()
+        with pytest.raises(ValueError, match="is not empty and holds no run of this script"):
+            run(
+                script,
+                monkeypatch,
+                *("--dataset_name", shades, "--model_name_or_path", tiny_vit),
+                *("--output_dir", str(tmp_path / "outputs")),
+            )
+
+    def test_text(self, script, tmp_path, monkeypatch):
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "very"]
+        (tmp_path / "bert").mkdir()
+        (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
+        make_model("bert").save_pretrained(tmp_path / "bert")
+        BertTokenizerFast(str(tmp_path / "bert" / "vocab.txt")).save_pretrained(tmp_path / "bert")
+        rows = {"text": ["good film", "very very bad film"] * 10, "label": ["pos", "neg"] * 10}
+        (tmp_path / "reviews").mkdir()
+        datasets.Dataset.from_dict(rows).to_json(tmp_path / "reviews" / "train.json")
+        run(
+            script,
+            monkeypatch,
+            *("--dataset_name", str(tmp_path / "reviews"), "--model_name_or_path", str(tmp_path / "bert")),
+            *("--max_steps", "10", "--logging_steps", "1", "--output_dir", str(tmp_path / "outputs")),
+        )
+        metrics = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
+        assert metrics["results"]["DE ELBo"]["num_examples"] == 16
+        assert math.isfinite(metrics["results"]["DE ELBo"]["test"]["average"]["nll"])
