@@ -1,6 +1,7 @@
 import json
 import math
 
+import optuna
 import pytest
 import torch
 from conftest import make_dataset, make_model
@@ -176,7 +177,12 @@ def test_j_is_an_objective_of_hyperparameter_search(make_config):
         return values[trainer.args.learning_rate]
 
     best = trainer.hyperparameter_search(
-        hp_space=space, compute_objective=noted, n_trials=6, direction="maximize", backend="optuna"
+        hp_space=space,
+        compute_objective=noted,
+        n_trials=2,
+        direction="maximize",
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler({"learning_rate": [0.1, 1e-5]}),
     )
     assert len(values) == 2
     assert best.objective == max(values.values())
