@@ -113,6 +113,10 @@ class DEELBoConfig(TrainingArguments):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}.")
 
+        for name in ("deepspeed", "fsdp"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: sharded parameters are not supported yet; run several processes with DDP.")
+
     def _check_inherited(self) -> None:
         if self.weight_decay != 0:
             raise ValueError(
@@ -124,9 +128,6 @@ class DEELBoConfig(TrainingArguments):
                 f"label_smoothing_factor: must be 0, got {self.label_smoothing_factor}. Smoothed labels have no "
                 "likelihood; pass the trainer a `compute_loss_func` with a likelihood of your own."
             )
-        if self.deepspeed or self.fsdp:
-            wanted = "deepspeed" if self.deepspeed else "fsdp"
-            raise ValueError(f"{wanted}: sharded parameters are not supported yet; run several processes with DDP.")
         if self.fp16_full_eval or self.bf16_full_eval:
             wanted = "fp16_full_eval" if self.fp16_full_eval else "bf16_full_eval"
             raise ValueError(f"{wanted}: 16-bit weights cannot hold the posterior; use `bf16` or `fp16` autocast.")

@@ -430,6 +430,9 @@ class DEELBoTrainer(Trainer):
         return tqdm(items, desc=description, disable=disable, leave=False)
 
     def _refuse_unsupported(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # by accelerate's configuration
+            wanted = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            raise ValueError(f"{wanted}: sharded parameters are not supported yet; run several processes with DDP.")
         if self.is_model_parallel:
             raise ValueError("model: it is spread over several devices; load it on one, without `device_map`.")
 

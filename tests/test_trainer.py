@@ -702,6 +702,23 @@ class TestRefusals:
         with pytest.raises(TypeError, match="args: must be a DEELBoConfig, got TrainingArguments"):
             DEELBoTrainer(make_model("vit"), args, train_dataset=make_dataset("vit"))
 
+    def test_sharding_asked_for_by_accelerate(self, make_trainer, monkeypatch):
+        create = DEELBoTrainer.create_accelerator_and_postprocess
+
+        def with_fsdp(self):
+            create(self)
+            self.is_fsdp_enabled = True
+
+        monkeypatch.setattr(DEELBoTrainer, "create_accelerator_and_postprocess", with_fsdp)
+        with pytest.raises(ValueError, match="FSDP: sharded parameters are not supported yet"):
+            make_trainer()
+
+    def test_a_model_spread_over_devices(self, make_trainer):
+        model = make_model("vit")
+        model.hf_device_map = {"vit": 0, "classifier": 1}
+        with pytest.raises(ValueError, match="spread over several devices"):
+            make_trainer(model=model)
+
     def test_an_empty_training_set(self, make_trainer):
         with pytest.raises(ValueError, match="train_dataset: it is empty"):
             make_trainer(train_dataset=[])
