@@ -50,7 +50,7 @@ PRESETS = {
 # the embedded demonstration: small images and few steps, for two cores; a mirrored digit is no digit
 DEMO = {
     "horizontal_flip": False,
-    "logging_steps": 1,
+    "logging_steps": 5,
     "train_size": 100,
     "image_size": 48,
     "max_steps": 50,
