@@ -131,10 +131,11 @@ def parse_arguments(argv: list[str]) -> Arguments:
         raise ValueError(f"preset: unknown preset {run.preset!r}; there is {', '.join(PRESETS)}.")
     if run.selection not in METHODS:
         raise ValueError(f"selection: unknown method {run.selection!r}; choose one of {', '.join(METHODS)}.")
-    defaults = {"logging_steps": 10, "save_total_limit": 1, **PRESETS.get(run.preset, {})}
+    defaults = {"logging_steps": 10, "save_total_limit": 1}
     if data.dataset_name is None and data.train_dir is None:
         data.dataset_name = EMBEDDED_DATASET
-        defaults = {**defaults, **DEMO, **PRESETS.get(run.preset, {})}
+        defaults |= DEMO
+    defaults |= PRESETS.get(run.preset, {})
     for name, value in defaults.items():
         for arguments in parsed:
             if hasattr(arguments, name) and name not in given:
@@ -237,8 +238,15 @@ class Task:
             **changes,
         )
         set_seed(args.seed)
-        kwargs = {} if self.model.model_name_or_path == "efficientnet-lite0" else self._loading_arguments()
-        model = load_classifier(self.model.model_name_or_path, self.data.class_names, self.data.kind, **kwargs)
+        model = load_classifier(
+            self.model.model_name_or_path,
+            self.data.class_names,
+            self.data.kind,
+            revision=self.model.model_revision,
+            token=self.model.token,
+            cache_dir=self.model.cache_dir,
+            trust_remote_code=self.model.trust_remote_code,
+        )
         return DEELBoTrainer(
             model,
             args,
@@ -249,14 +257,6 @@ class Task:
             data_collator=DataCollatorWithPadding(self.tokenizer) if self.tokenizer else None,
             compute_metrics=compute_metrics,
         )
-
-    def _loading_arguments(self) -> dict:
-        return {
-            "revision": self.model.model_revision,
-            "token": self.model.token,
-            "cache_dir": self.model.cache_dir,
-            "trust_remote_code": self.model.trust_remote_code,
-        }
 
 
 def evaluate(trainer: DEELBoTrainer, num_samples: int) -> dict[str, dict]:
