@@ -16,6 +16,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torchvision.transforms import v2
 from tqdm.auto import tqdm
+from transformers import BaseImageProcessor, ViTImageProcessor
 
 EMBEDDED_DATASET = "digits"
 # short names of datasets on the Hub
@@ -350,27 +351,53 @@ def image_transform(
 ) -> Callable[[Image.Image], torch.Tensor]:
     """The paper's preprocessing, in proportion to its 256 and 224 pixels.
 
-    Resize to a square of 256/224 `size`, whatever the aspect; a random crop of `size` and a random horizontal flip (if
-    a mirrored image means the same) to augment, the centre crop otherwise; normalise.
+    Resize to a square with a margin of `size`/14 on each side, whatever the aspect; a random crop of `size` and a
+    random horizontal flip (if a mirrored image means the same) to augment, the centre crop otherwise; normalise. See
+    `image_processor` for the same, un-augmented, as transformers saves and loads it.
 
     Example:
         >>> transform = image_transform(224, ChannelStatistics((0.5,) * 3, (0.5,) * 3), augment=False)
         >>> transform(Image.new("RGB", (100, 50))).shape
         torch.Size([3, 224, 224])
     """
-    resized = round(size * 256 / 224)
+    resized = _size_before_crop(size)
     crops = [v2.RandomCrop(size) if augment else v2.CenterCrop(size)]
     if augment and horizontal_flip:
         crops.append(v2.RandomHorizontalFlip())
     return v2.Compose(
         [
+            v2.ToImage(),
             v2.Resize((resized, resized)),
             *crops,
-            v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize(statistics.mean, statistics.std),
         ]
     )
+
+
+def image_processor(size: int, statistics: ChannelStatistics) -> BaseImageProcessor:
+    """The un-augmented `image_transform` as an image processor, for `pipeline` and all who load the model later.
+
+    Example:
+        >>> statistics = ChannelStatistics((0.5,) * 3, (0.5,) * 3)
+        >>> image = Image.new("RGB", (100, 50), "teal")
+        >>> processed = image_processor(224, statistics)(image, return_tensors="pt")["pixel_values"][0]
+        >>> torch.allclose(processed, image_transform(224, statistics, augment=False)(image), atol=1e-6)
+        True
+    """
+    resized = _size_before_crop(size)
+    return ViTImageProcessor(
+        size={"height": resized, "width": resized},
+        do_center_crop=True,
+        crop_size={"height": size, "width": size},
+        image_mean=list(statistics.mean),
+        image_std=list(statistics.std),
+    )
+
+
+def _size_before_crop(size: int) -> int:
+    """224 becomes 256; the margin is whole on both sides, so that all libraries cut out the same centre."""
+    return size + 2 * round(size / 14)
 
 
 def as_images(

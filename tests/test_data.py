@@ -7,6 +7,7 @@ import pytest
 import sklearn.datasets
 import torch
 from PIL import Image
+from transformers import AutoImageProcessor
 
 from hf_deelbo.data import (
     ChannelStatistics,
@@ -17,6 +18,7 @@ from hf_deelbo.data import (
     class_balanced_subset_indices,
     column_of_labels,
     decode_image,
+    image_processor,
     image_transform,
     load_data,
 )
@@ -245,3 +247,15 @@ def test_labels_are_read_without_the_transform(column):
 def test_labels_that_cannot_be_told():
     assert column_of_labels(datasets.Dataset.from_dict({"x": [1]})) is None
     assert column_of_labels([{"labels": 1}]) is None
+
+
+@pytest.mark.parametrize("size", [48, 64, 224])
+@pytest.mark.parametrize("shape", [(8, 8), (300, 200), (64, 500)])
+def test_image_processor_is_the_plain_transform(size, shape, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    statistics = ChannelStatistics((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
+    image_processor(size, statistics).save_pretrained(tmp_path)
+    loaded = AutoImageProcessor.from_pretrained(tmp_path)
+    processed = loaded(Image.fromarray(pixels), return_tensors="pt")["pixel_values"][0]
+    expected = image_transform(size, statistics, augment=False)(Image.fromarray(pixels))
+    torch.testing.assert_close(processed, expected, rtol=0, atol=1e-6)
