@@ -1,5 +1,6 @@
 """Classifiers by name, and which of their parameters are the head V; the others are the backbone w."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -94,6 +95,45 @@ def load_efficientnet_lite0(**labels: Any) -> PreTrainedModel:
             )
         weights[name] = tensor
     model.timm_model.load_state_dict(weights, strict=False)
+    return model
+
+
+# how a saved classifier is loaded again
+AUTO_CLASSES = {kind.__name__: kind for kind in (AutoModelForImageClassification, AutoModelForSequenceClassification)}
+
+
+def auto_class_of(model: nn.Module) -> type | None:
+    """The transformers class that loads such a model again, or `None` for another kind of model.
+
+    Example:
+        >>> auto_class_of(nn.Linear(1, 1)) is None
+        True
+    """
+    config = getattr(model, "config", None)
+    for auto_class in AUTO_CLASSES.values():
+        if type(config) in auto_class._model_mapping:
+            loaded = auto_class._model_mapping[type(config)]
+            if type(model) in (loaded if isinstance(loaded, tuple) else (loaded,)):
+                return auto_class
+    return None
+
+
+def load_mean(folder: str | os.PathLike, auto_class: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The classifier that `save_pretrained` wrote into `folder`, all of it: no weight is missing, new or left over.
+
+    Args:
+        folder: a local folder.
+        auto_class: a name in `AUTO_CLASSES`.
+        trust_remote_code: as for `from_pretrained`.
+    """
+    if auto_class not in AUTO_CLASSES:
+        raise ValueError(f"auto_class: cannot load a model by {auto_class!r}; known are {', '.join(AUTO_CLASSES)}")
+    model, report = AUTO_CLASSES[auto_class].from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    for what, names in report.items():
+        if names:
+            raise ValueError(f"the weights of the model do not fit its config.json: {what} {sorted(names)[0]}")
     return model
 
 

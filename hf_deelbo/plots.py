@@ -21,6 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from numpy.typing import ArrayLike
 
 from .blocks import Tensors
+from .files import write_whole
 from .objective import DEELBo, default_kappa, gaussian_kl, optimal_variance
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior
@@ -254,7 +255,7 @@ class FixedPosterior:
             nll,
             float(posterior.sigma),
             PriorFit.of(posterior.prior, posterior.backbone),
-            PriorFit.of(posterior._head_prior, posterior.head),
+            PriorFit.of(posterior.head_prior, posterior.head),
             posterior.num_examples,
         )
 
@@ -359,7 +360,7 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> list[Path]:
     contents = {".png": image.getvalue(), ".json": json.dumps(numbers, indent=1, allow_nan=False).encode()}
     files = [Path(f"{os.fspath(path)}{suffix}") for suffix in contents]
     for file, content in zip(files, contents.values(), strict=True):
-        _write_whole(file, content)
+        write_whole(file, content)
     return files
 
 
@@ -375,16 +376,6 @@ def _numbers_of(axes: Axes) -> dict[str, Any]:
 def _plain(values: ArrayLike) -> list[float | None]:
     """As JSON has neither nan nor infinity, they become null."""
     return [value if math.isfinite(value) else None for value in np.asarray(values).tolist()]
-
-
-def _write_whole(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ---- Looks ---------------------------------------------------------------------------------------------------------

@@ -1,19 +1,26 @@
 """The approximate posterior q(w, V) = N(w_bar, sigma^2 I) N(V_bar, sigma^2 I) around a model's parameters."""
 
+import copy
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import nn
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_cores
-from .modeling import in_eval_mode
+from .files import replaced_together
+from .hub import fetch, push_folder
+from .modeling import auto_class_of, in_eval_mode
 from .noise import add_noise_to_block_
-from .objective import default_kappa, kl_gradient_of_sigma
+from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
+from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, wide_dtype
 
 
@@ -41,8 +48,10 @@ class GaussianPosterior:
 
     Attributes:
         rho: a parameter for the optimiser.
+        prior, head_prior: p(w) and p(V), up to lambda and tau.
         lambda_, tau: prior variances, as set by the last `update_prior_variances`.
         kl: KL of backbone and head at that moment.
+        de_elbo: J as the trainer measured it at the present means, or `None`.
         is_sampled: whether the model holds a weight sample now.
         num_parameters: D.
 
@@ -74,10 +83,10 @@ class GaussianPosterior:
         parameters = self.parameters()
         self._names = parameters.keys()
         _check_parameters(parameters, self._head_names)
-        self._backbone_prior = prior or IsotropicPrior.l2_sp(self.backbone)
-        self._backbone_prior.check_matches(self.backbone)
-        self._head_prior = IsotropicPrior.l2_zero(self.head)
-        self.num_parameters = self._backbone_prior.num_parameters + self._head_prior.num_parameters
+        self.prior = prior or IsotropicPrior.l2_sp(self.backbone)
+        self.prior.check_matches(self.backbone)
+        self.head_prior = IsotropicPrior.l2_zero(self.head)
+        self.num_parameters = self.prior.num_parameters + self.head_prior.num_parameters
         self.num_examples = num_examples
         self.kappa = self._resolve_kappa(kappa)
 
@@ -85,6 +94,7 @@ class GaussianPosterior:
         rho = math.log(math.expm1(init_sigma))
         self.rho = nn.Parameter(torch.tensor(rho, dtype=wide_dtype(device), device=device))
         self.sample_statistics: dict[int, Statistics] = {}
+        self.de_elbo: DEELBo | None = None
         self._mean_copy: dict[str, torch.Tensor] = {}
         self.is_sampled = False
         self.update_prior_variances()
@@ -104,11 +114,6 @@ class GaussianPosterior:
     def head(self) -> dict[str, torch.Tensor]:
         """The head's V_bar, by parameter name."""
         return {name: p for name, p in self.parameters().items() if name in self._head_names}
-
-    @property
-    def prior(self) -> GaussianPrior:
-        """The backbone's prior, up to lambda."""
-        return self._backbone_prior
 
     @property
     def sigma(self) -> torch.Tensor:
@@ -147,16 +152,20 @@ class GaussianPosterior:
                 f"model: {changed!r} was frozen or unfrozen after the posterior was made. Do so before, or make a "
                 "new trainer."
             )
-        self.lambda_, kl_backbone = self._backbone_prior.optimum(_those_of(self._backbone_prior, weights), sigma)
-        self.tau, kl_head = self._head_prior.optimum(_those_of(self._head_prior, weights), sigma)
+        self.lambda_, kl_backbone = self.prior.optimum(_those_of(self.prior, weights), sigma)
+        self.tau, kl_head = self.head_prior.optimum(_those_of(self.head_prior, weights), sigma)
         self.kl = KL(kl_backbone, kl_head)
 
     @contextmanager
-    def sampled(self, *key: int) -> Iterator[None]:
+    def sampled(self, *key: int, on_cpu: bool = False) -> Iterator[None]:
         """Within it the model's weights are w = w_bar + sigma * eps, in place, with eps ~ N(0, I) drawn from `key`.
 
         The means come back to the bit on exit, also when the body raises or is interrupted. Gradients that the body
         leaves in the parameters are those at the sample; see `complete_gradients`.
+
+        Args:
+            *key: decides eps, together with the device that draws it.
+            on_cpu: draw it on the CPU wherever the model is, so that the key alone decides: slower on a GPU.
         """
         self._forbid_while_sampled("sampled")
         weights, sigma = self.parameters(), self.sigma
@@ -166,7 +175,7 @@ class GaussianPosterior:
         def keep_mean_and_add_noise(block: Block) -> None:
             torch._foreach_copy_(block.of(self._mean_copy), block.of(weights))
             kept.append(block)
-            add_noise_to_block_(weights, block, sigma, key)
+            add_noise_to_block_(weights, block, sigma, key, on_cpu)
 
         def restore_mean(block: Block) -> None:
             torch._foreach_copy_(block.of(weights), block.of(self._mean_copy))
@@ -200,7 +209,7 @@ class GaussianPosterior:
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
         weights, gradients = self.parameters(), self._gradients()
         inner_product = kl_gradient = torch.zeros_like(sigma)
-        for prior, variance in ((self._backbone_prior, self.lambda_), (self._head_prior, self.tau)):
+        for prior, variance in ((self.prior, self.lambda_), (self.head_prior, self.tau)):
             if prior.num_parameters:
                 pull = kl_weight / variance
                 inner_product = inner_product + self._complete_part(weights, gradients, prior, pull)
@@ -234,7 +243,7 @@ class GaussianPosterior:
     def evaluated_at(self, seed: int) -> Iterator[None]:
         """The weight sample `seed` with its own batch-norm statistics, where `recompute_batch_norm` made them."""
         statistics = self.sample_statistics.get(seed)
-        with self.sampled(seed), with_statistics(self.model, statistics) if statistics else nullcontext():
+        with self.sampled(seed, on_cpu=True), with_statistics(self.model, statistics) if statistics else nullcontext():
             yield
 
     def recompute_batch_norm(self, batches: Iterable[Mapping[str, Any]], num_samples: int) -> None:
@@ -250,10 +259,15 @@ class GaussianPosterior:
             return
         for seed in range(num_samples):
             if seed not in self.sample_statistics:
-                with self.sampled(seed):
+                with self.sampled(seed, on_cpu=True):
                     self.sample_statistics[seed] = compute_statistics(
                         self.model, batches, lambda batch: self.model(**batch)
                     )
+
+    def forget_evaluations(self) -> None:
+        """Drop what was computed at means that have moved since: batch-norm statistics and J."""
+        self.sample_statistics.clear()
+        self.de_elbo = None
 
     @torch.no_grad()
     def predict_proba(self, inputs: Mapping[str, Any], num_samples: int = 0) -> torch.Tensor:
@@ -266,24 +280,53 @@ class GaussianPosterior:
             num_samples: S; 0 is the posterior mean.
         """
         _check_count("num_samples", num_samples)
-        without = [seed for seed in range(num_samples) if seed not in self.sample_statistics]
-        if without and batch_norm_layers(self.model):
-            raise ValueError(
-                f"num_samples: the model has batch norm, and samples {without[0]} to {num_samples - 1} have no "
-                "statistics of their own; averaging with running statistics is wrong. Call `recompute_batch_norm` "
-                "first, of the trainer or of this posterior."
-            )
+        if num_samples:
+            return self.sample_proba(inputs, num_samples).mean(0)
         with in_eval_mode(self.model):
-            if num_samples == 0:
-                return self._probabilities(inputs)
-            total = 0.0
+            return self._probabilities(inputs)
+
+    @torch.no_grad()
+    def sample_proba(self, inputs: Mapping[str, Any], num_samples: int) -> torch.Tensor:
+        """The class probabilities of each of the weight samples 0 .. S - 1, stacked: S x examples x classes.
+
+        Their average is `predict_proba`; their spread tells how much the posterior is of one mind.
+        """
+        _check_count("num_samples", num_samples)
+        self._check_statistics(range(num_samples))
+        samples = []
+        with in_eval_mode(self.model):
             for seed in range(num_samples):
                 with self.evaluated_at(seed):
-                    total = total + self._probabilities(inputs)
-            return total / num_samples
+                    samples.append(self._probabilities(inputs))
+        return torch.stack(samples)
+
+    @torch.no_grad()
+    def sample_model(self, seed: int) -> nn.Module:
+        """A copy of the model, in eval mode, that holds the weight sample `seed` and its batch-norm statistics."""
+        _check_count("seed", seed)
+        self._check_statistics([seed])
+        with self.evaluated_at(seed):
+            return copy.deepcopy(self.model).eval()
+
+    def as_prior(self) -> IsotropicPrior:
+        """The prior N(w_bar, lambda I) of a next task, over the same backbone, with lambda to be learned there.
+
+        Start that task's model from w_bar too: load it from where this posterior was saved.
+        """
+        return IsotropicPrior.l2_sp(self.backbone)
 
     def _probabilities(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         return torch.softmax(_logits(self.model(**inputs)), dim=-1)
+
+    def _check_statistics(self, seeds: Iterable[int]) -> None:
+        without = [seed for seed in seeds if seed not in self.sample_statistics]
+        if without and batch_norm_layers(self.model):
+            have = f"{len(self.sample_statistics)} samples have" if self.sample_statistics else "no sample has"
+            raise ValueError(
+                f"num_samples: the model has batch norm, but sample {without[0]} has no statistics ({have}); "
+                "running statistics would be wrong. Take fewer samples, or call `recompute_batch_norm` first, of the "
+                "trainer or, with training inputs, of this posterior."
+            )
 
     # ---- Keeping it ------------------------------------------------------------------------------------------------
 
@@ -306,7 +349,94 @@ class GaussianPosterior:
         for name in ("rho", "lambda_", "tau"):
             own[name].copy_(state[name])
         self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
-        self.sample_statistics.clear()
+        self.forget_evaluations()
+
+    def save_pretrained(self, folder: str | os.PathLike, processing_class: Any = None) -> None:
+        """Save it as a transformers repository of the posterior mean, with two files of ours; see `hub`.
+
+        A crash or a full disk leaves what was in the folder before.
+
+        Args:
+            folder: where; made if need be. Other files there are kept.
+            processing_class: the image processor or tokenizer, saved beside the model.
+
+        Example:
+            ```python
+            trainer.posterior.save_pretrained("posterior", image_processor)
+            GaussianPosterior.from_pretrained("posterior").predict_proba(image_processor(image, return_tensors="pt"))
+            ```
+        """
+        self._forbid_while_sampled("save_pretrained")
+        if auto_class_of(self.model) is None:
+            raise ValueError(
+                f"save_pretrained: {type(self.model).__name__} is no transformers classifier of images or text, and "
+                "could not be loaded again by name. Wrap a timm model (`TimmWrapperForImageClassification`), merge "
+                "adapters, or keep `state_dict()`."
+            )
+        with replaced_together(folder) as new:
+            self.model.save_pretrained(new)
+            if processing_class is not None:
+                processing_class.save_pretrained(new)
+            write_posterior(self, new)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        processing_class: Any = None,
+        commit_message: str = "Upload posterior",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Save it and publish that as one commit of a repository on the Hub; see `hub.push_folder`.
+
+        `DEELBoTrainer.push_to_hub` does so with a model card.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, processing_class)
+            return push_folder(
+                folder,
+                repo_id,
+                commit_message=commit_message,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """A saved posterior, from a folder or from the Hub. Its `model` is the posterior mean, in eval mode.
+
+        Every file is checked against its hash, every number against the tensors; nothing is unpickled.
+
+        Args:
+            name_or_path: a folder, or an id on the Hub.
+            revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
+            trust_remote_code: run code that comes with the model; only if you read it.
+        """
+        folder = fetch(
+            name_or_path,
+            PosteriorConfig,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        return read_posterior(folder, cls, trust_remote_code)
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
 

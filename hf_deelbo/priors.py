@@ -10,7 +10,8 @@ No D x D matrix is ever formed. Sums over D terms are accumulated in float64.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -49,6 +50,11 @@ class GaussianPrior(ABC):
     @abstractmethod
     def precision_product(self, w: Tensors) -> PrecisionProduct:
         """Sigma_p^-1 (w - mu_p), half the gradient of the Mahalanobis distance, as a function of the block."""
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Its `kind`, and what its tensors do not tell; `prior_from` takes it back."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -149,6 +155,11 @@ class IsotropicPrior(GaussianPrior):
             return lambda block: block.of(w)
         return lambda block: torch._foreach_sub(block.of(w), block.of(self.mean))
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """`l2-zero` without a mean, `l2-sp` with one."""
+        return {"kind": "l2-zero" if self.mean is None else "l2-sp"}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`mean.<name>`, or nothing for L2-zero."""
         return {f"mean.{name}": tensor for name, tensor in (self.mean or {}).items()}
@@ -226,6 +237,11 @@ class LowRankPrior(GaussianPrior):
 
         return product
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """`ptyl`, with eps."""
+        return {"kind": "ptyl", "eps": self.eps}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`mean.<name>`, `diagonal.<name>` and `deviations.<name>`."""
         parts = {"mean": self.mean, "diagonal": self.diagonal, "deviations": self.deviations}
@@ -252,6 +268,39 @@ class LowRankPrior(GaussianPrior):
 
     def _flat(self, tensors: Tensors, block: Block) -> torch.Tensor:
         return flattened(block.of(tensors)).to(self._wide)
+
+
+def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -> GaussianPrior:
+    """The prior over `parameters` whose `config` and `state_dict` these are.
+
+    Example:
+        >>> w = {"w": torch.ones(2)}
+        >>> saved = IsotropicPrior.l2_sp(w)
+        >>> loaded = prior_from(saved.config, saved.state_dict(), {"w": torch.zeros(2)})
+        >>> loaded.mahalanobis(w).item()
+        0.0
+    """
+
+    def part(prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(f"{prefix}."): state[name] for name in state if name.startswith(f"{prefix}.")}
+
+    kind = config.get("kind")
+    if kind == "l2-zero":
+        prior = IsotropicPrior.l2_zero(parameters)
+    elif kind == "l2-sp":
+        mean = part("mean")
+        prior = IsotropicPrior(mean, mean=mean)
+    elif kind == "ptyl":
+        eps = config.get("eps")
+        if not isinstance(eps, float):
+            raise ValueError(f"prior: its eps must be a number, got {eps!r}.")
+        prior = LowRankPrior(part("mean"), part("diagonal"), part("deviations"), eps)
+    else:
+        raise ValueError(f"prior: unknown kind {kind!r}; known are l2-zero, l2-sp and ptyl.")
+    if unknown := sorted(state.keys() - prior.state_dict().keys()):
+        raise ValueError(f"prior: a prior of kind {kind!r} has no tensor {unknown[0]!r}.")
+    prior.check_matches(parameters)
+    return prior
 
 
 def _check_low_rank(mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float) -> int:

@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from .files import write_whole
 from .trainer import DEELBoTrainer
 
 logger = logging.get_logger(__name__)
@@ -255,9 +256,7 @@ class _Session:
     def _save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {**self.settings, "max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]}
-        unfinished = self.file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(content, indent=2))
-        os.replace(unfinished, self.file)
+        write_whole(self.file, json.dumps(content, indent=2))  # a diverged J is -Infinity, which Python reads back
 
     def _load(self) -> None:
         content = json.loads(self.file.read_text())

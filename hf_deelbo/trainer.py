@@ -8,12 +8,11 @@ from typing import Any
 import datasets
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
@@ -22,14 +21,14 @@ from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
 from .config import DEELBoConfig
 from .data import class_balanced_indices, column_of_labels
+from .files import finish_interrupted, replaced_together
 from .modeling import head_parameter_names, in_eval_mode
 from .objective import DEELBo, training_loss
 from .posterior import GaussianPosterior
+from .posterior_files import read_state, write_posterior
 from .priors import GaussianPrior, IsotropicPrior
 
 logger = logging.get_logger(__name__)
-
-POSTERIOR_FILE = "posterior.safetensors"
 
 
 class DEELBoTrainer(Trainer):
@@ -176,7 +175,7 @@ class DEELBoTrainer(Trainer):
 
         eps is drawn from (seed, step): the same for all batches of a step, on every process, and after a resume.
         """
-        self.posterior.sample_statistics.clear()
+        self.posterior.forget_evaluations()
         with self.posterior.sampled(self.args.seed, self.state.global_step):
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._nll_since_log += self._last_nll / self.current_gradient_accumulation_steps
@@ -445,18 +444,21 @@ class DEELBoTrainer(Trainer):
         self.posterior.update_prior_variances()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        self.posterior.update_prior_variances()
-        tensors = {name: tensor.contiguous() for name, tensor in self.posterior.state_dict().items()}
-        save_file(tensors, os.path.join(output_dir or self.args.output_dir, POSTERIOR_FILE))
+        """`Trainer`'s files and the posterior's, all of them or none; its pickled arguments are left out."""
+        with replaced_together(output_dir or self.args.output_dir) as new:
+            super()._save(str(new), state_dict)
+            (new / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            write_posterior(self.posterior, new)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        finish_interrupted(resume_from_checkpoint)
+        state = read_state(resume_from_checkpoint)  # raises before the model is touched
         if self._has_other_names(resume_from_checkpoint):
             loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
             self.model.load_state_dict(loaded.state_dict())
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_posterior(resume_from_checkpoint)
+        self.posterior.load_state_dict(state)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -472,12 +474,6 @@ class DEELBoTrainer(Trainer):
             return False
         with safe_open(path, framework="pt") as file:
             return not set(file.keys()) <= self.model.state_dict().keys()
-
-    def _load_posterior(self, checkpoint: str) -> None:
-        path = os.path.join(checkpoint, POSTERIOR_FILE)
-        if not os.path.isfile(path):
-            raise ValueError(f"{path} is missing: the checkpoint was not written by a DEELBoTrainer.")
-        self.posterior.load_state_dict(load_file(path))
 
 
 class _Mapped:

@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo.blocks import blocks_of, on_all_cores
+from hf_deelbo.noise import add_noise_to_block_
 
 # the models are tiny: a second thread only makes them wait for it, long if the machine has other work
 torch.set_num_threads(1)
@@ -65,6 +67,11 @@ def tiny_bert() -> PreTrainedModel:
         num_labels=NUM_LABELS,
     )
     return BertForSequenceClassification(config)
+
+
+def add_noise_(tensors: dict[str, torch.Tensor], sigma: torch.Tensor, key: tuple[int, ...]) -> None:
+    """w = w + sigma * eps, for all tensors."""
+    on_all_cores(lambda block: add_noise_to_block_(tensors, block, sigma, key), blocks_of(tensors))
 
 
 MODELS = {"vit": tiny_vit, "resnet": tiny_resnet, "bert": tiny_bert}

@@ -1,9 +1,9 @@
 import pytest
 import torch
+from conftest import add_noise_
 from scipy import stats
 
 from hf_deelbo import blocks
-from hf_deelbo.noise import add_noise_
 
 
 def draw(shapes: dict, key: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -2,14 +2,13 @@ import copy
 
 import pytest
 import torch
-from conftest import make_dataset, make_model
+from conftest import add_noise_, make_dataset, make_model
 from torch import nn
 from torch.func import functional_call
 
 from hf_deelbo import GaussianPosterior, IsotropicPrior
 from hf_deelbo import posterior as posterior_module
 from hf_deelbo.modeling import head_parameter_names
-from hf_deelbo.noise import add_noise_
 
 
 def make_posterior(kind: str = "vit", **kwargs) -> GaussianPosterior:

@@ -9,14 +9,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import NUM_LABELS, make_dataset, make_model
+from conftest import NUM_LABELS, add_noise_, make_dataset, make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForImageClassification, TimmWrapperConfig, TrainerCallback, TrainingArguments
 
 from hf_deelbo import DEELBoTrainer, IsotropicPrior, LowRankPrior
-from hf_deelbo.noise import add_noise_
 
 
 def default_collator(examples: list[dict]) -> dict[str, torch.Tensor]:
@@ -440,8 +439,9 @@ class TestResume:
     def test_a_checkpoint_of_a_plain_trainer_is_refused(self, make_trainer, tmp_path):
         trainer = make_trainer(save_strategy="steps", save_steps=4, output_dir=str(tmp_path))
         trainer.train()
-        os.remove(tmp_path / "checkpoint-4" / "posterior.safetensors")
-        with pytest.raises(ValueError, match="not written by a DEELBoTrainer"):
+        for name in ("posterior.safetensors", "posterior_config.json"):
+            os.remove(tmp_path / "checkpoint-4" / name)
+        with pytest.raises(ValueError, match="no saved posterior"):
             make_trainer(output_dir=str(tmp_path)).train(resume_from_checkpoint=True)
 
     def test_the_model_file_holds_the_mean_under_its_own_names(self, make_trainer, tmp_path, assert_same, snapshot):

@@ -1,0 +1,99 @@
+"""Files that are written whole or not at all, and told apart by their hash."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_STAGING = ".saving-"
+_COMPLETE = ".saved"
+# what `replaced_together` works with; no part of what a folder holds
+WORKING_FOLDERS = (f"{_STAGING}*", _COMPLETE)
+
+
+def write_whole(path: str | os.PathLike, content: str | bytes) -> None:
+    """Write a file so that a reader, or a crash, meets the old content or the new, never a part.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "note.txt"
+        >>> write_whole(path, "new")
+        >>> path.read_text()
+        'new'
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """`write_whole` of JSON; numbers that JSON does not have (nan, infinity) are refused."""
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def replaced_together(folder: str | os.PathLike) -> Iterator[Path]:
+    """An empty folder to write files into; on exit they replace those of `folder`, all of them or none.
+
+    When the body raises, or the process is killed, `folder` is as it was. Once all files are there, the working folder
+    is renamed, which makes the new files count; a move that was interrupted after that is completed by the next
+    `finish_interrupted`. Other files of `folder` stay.
+
+    Example:
+        >>> folder = tempfile.mkdtemp()
+        >>> with replaced_together(folder) as new:
+        ...     _ = (new / "a.txt").write_text("1")
+        >>> os.listdir(folder)
+        ['a.txt']
+    """
+    folder = Path(folder)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    finish_interrupted(folder)
+    for left_over in folder.glob(f"{_STAGING}*"):
+        shutil.rmtree(left_over)
+    staging = Path(tempfile.mkdtemp(dir=folder, prefix=_STAGING))
+    try:
+        yield staging
+        os.replace(staging, folder / _COMPLETE)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    finish_interrupted(folder)
+
+
+def finish_interrupted(folder: str | os.PathLike) -> None:
+    """Complete a `replaced_together` that was stopped after all its files were written."""
+    complete = Path(folder) / _COMPLETE
+    if not complete.is_dir():
+        return
+    for path in sorted(complete.rglob("*")):
+        if path.is_file():
+            target = Path(folder) / path.relative_to(complete)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    shutil.rmtree(complete)
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """The SHA-256 of a file's content, in hexadecimal.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "empty"
+        >>> path.touch()
+        >>> sha256_of(path)[:8]
+        'e3b0c442'
+    """
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,280 @@
+"""Saved tensors and the JSON that describes them, in a folder or on the Hub: hashed, checked when read, no pickle."""
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatch
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    StrictDataclassError,
+)
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from .files import WORKING_FOLDERS, finish_interrupted, sha256_of, write_json
+
+logger = logging.get_logger(__name__)
+
+FORMAT_VERSION = 1
+LIBRARIES = ("hf-deelbo", "transformers", "torch", "safetensors", "huggingface-hub")
+# what a run leaves beside a posterior: pickles, logs, checkpoints
+UNPUBLISHED = (*WORKING_FOLDERS, ".*", "_*", "checkpoint-*", "runs", "*.bin", "*.pt", "*.pth", "*.pkl")
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+class InvalidFilesError(ValueError):
+    """Saved files that are missing, damaged, changed, or not what they are taken for."""
+
+
+@strict
+@dataclass
+class SavedConfig:
+    """A JSON file that describes the tensors beside it.
+
+    Attributes:
+        sha256: hash of each file that belongs to it, by name.
+        library_versions: what it was written with.
+        format_version: raised when older code could not read it rightly.
+    """
+
+    CONFIG_FILE: ClassVar[str]
+    TENSORS_FILE: ClassVar[str]
+    WHAT: ClassVar[str]
+
+    sha256: dict[str, str]
+    library_versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
+    format_version: int = FORMAT_VERSION
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write it into `folder`."""
+        write_json(Path(folder) / self.CONFIG_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> Self:
+        """Read it from `folder`; `InvalidFilesError` says what is wrong with it, unknown keys are warned of."""
+        path = Path(folder) / cls.CONFIG_FILE
+        if not path.is_file():
+            raise InvalidFilesError(_missing(cls, folder))
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise InvalidFilesError(f"{path}: it is no JSON ({error}). Download or save it again.") from error
+        if not isinstance(content, dict):
+            raise InvalidFilesError(f"{path}: expected a JSON object, found {type(content).__name__}.")
+        written = content.get("format_version")
+        if isinstance(written, int) and written > FORMAT_VERSION:
+            raise InvalidFilesError(
+                f"{path}: format_version is {written}, and this hf-deelbo ({version('hf-deelbo')}) reads up to "
+                f"{FORMAT_VERSION}. Upgrade it: pip install --upgrade hf-deelbo."
+            )
+        known = {part.name for part in fields(cls)}
+        if unknown := sorted(content.keys() - known):
+            logger.warning(f"{path}: ignoring unknown keys {', '.join(unknown)}.")
+        try:
+            return cls(**{name: value for name, value in content.items() if name in known})
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            reason = str(error.__cause__ or error).strip()
+            raise InvalidFilesError(f"{path}: {reason} Download or save it again.") from error
+
+    def validate_format(self) -> None:
+        """Run on construction, as all `validate_...` methods are."""
+        if self.format_version < 1:
+            raise ValueError(f"format_version: must be at least 1, got {self.format_version}.")
+        for name in self.sha256:
+            if name != os.path.basename(name) or not name.endswith(".safetensors"):
+                raise ValueError(f"sha256: {name!r} is not the name of a safetensors file in the same folder.")
+        if self.TENSORS_FILE not in self.sha256:
+            raise ValueError(f"sha256: has no hash of {self.TENSORS_FILE}.")
+
+    def check_files(self, folder: str | os.PathLike) -> None:
+        """Compare the hash of each file with the one that was noted when it was saved."""
+        for name, expected in self.sha256.items():
+            path = Path(folder) / name
+            if not path.is_file():
+                raise InvalidFilesError(f"{path} is missing. Download or save the {self.WHAT} again.")
+            if sha256_of(path) != expected:
+                raise InvalidFilesError(
+                    f"{path}: its hash is not the one in {self.CONFIG_FILE}; it is damaged, or was replaced after the "
+                    f"{self.WHAT} was saved. Download or save the {self.WHAT} again."
+                )
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
+    """Write a safetensors file."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """Read a safetensors file."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InvalidFilesError(f"{path}: it cannot be read ({error}). Download or save it again.") from error
+
+
+def hashes_of(folder: str | os.PathLike) -> dict[str, str]:
+    """The SHA-256 of each safetensors file in `folder`."""
+    return {path.name: sha256_of(path) for path in sorted(Path(folder).glob("*.safetensors"))}
+
+
+def public_name(name_or_path: str | None) -> str | None:
+    """An id on the Hub as it is; `None` for a local folder or an embedded name, which mean nothing to others.
+
+    Example:
+        >>> public_name("microsoft/resnet-50")
+        'microsoft/resnet-50'
+        >>> public_name("/home/me/resnet") is None
+        True
+    """
+    is_id = name_or_path and name_or_path.count("/") == 1 and not name_or_path.startswith((".", "/", "~"))
+    return name_or_path if is_id and "\\" not in name_or_path and not os.path.exists(name_or_path) else None
+
+
+def fetch(
+    name_or_path: str | os.PathLike,
+    kind: type[SavedConfig],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    only_config: bool = False,
+) -> Path:
+    """A local folder with the files: `name_or_path` itself, or a snapshot of that repository on the Hub.
+
+    Args:
+        name_or_path: a folder, or an id on the Hub.
+        kind: what is expected there; its small JSON file is fetched first, so that other repositories are refused
+            before they are downloaded.
+        revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
+        only_config: stop after the JSON file.
+    """
+    if os.path.isdir(name_or_path):
+        finish_interrupted(name_or_path)
+        return Path(name_or_path)
+    name = os.fspath(name_or_path)
+    options = {
+        "revision": revision,
+        "token": token,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+        "force_download": force_download,
+    }
+    try:
+        config = hf_hub_download(name, kind.CONFIG_FILE, **options)
+        if only_config:
+            return Path(config).parent
+        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{name!r} is neither a folder nor an id on the Hub such as user/name.") from error
+    except LocalEntryNotFoundError as error:
+        raise OSError(
+            f"{name!r} is not in the cache, and the Hub was not reached or not asked. Check the connection, "
+            "`local_files_only` and HF_HUB_OFFLINE, or give a local folder."
+        ) from error
+    except EntryNotFoundError as error:
+        raise InvalidFilesError(_missing(kind, name)) from error
+    except RevisionNotFoundError as error:
+        raise OSError(f"{name!r} has no revision {revision!r}; give a branch, a tag or a commit of it.") from error
+    except RepositoryNotFoundError as error:
+        raise OSError(
+            f"{name!r} is not on the Hub, or is private. Check the name; for a private one log in (`hf auth login`), "
+            "or pass `token`."
+        ) from error
+    except (HfHubHTTPError, ConnectionError, OSError) as error:
+        raise OSError(f"{name!r} could not be downloaded ({_first_line(error)}). Try again.") from error
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    commit_message: str,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    also: dict[str, Path] | None = None,
+    run_as_future: bool = False,
+) -> CommitInfo | Future[CommitInfo]:
+    """Publish a folder as one commit, which is visible whole or not at all.
+
+    Pickles, logs, checkpoints and hidden files are left out; see `UNPUBLISHED`.
+
+    Args:
+        folder: what to publish.
+        repo_id: `user/name`; made if it is not there.
+        commit_message: what it is.
+        private: of a new repository; default is that of the user's account.
+        token: default is the one of `hf auth login`.
+        revision: the branch to commit to; made if it is not there.
+        create_pr: open a pull request instead.
+        also: further files of the same commit, by their path in the repository.
+        run_as_future: return at once.
+    """
+    paths = {path.relative_to(folder).as_posix(): path for path in _published(Path(folder))} | (also or {})
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in sorted(paths.items())]
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+            run_as_future=run_as_future,
+        )
+    except HFValidationError as error:
+        raise ValueError(f"repo_id: {repo_id!r} is no name for a repository ({_first_line(error)}).") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403, 404):
+            raise PermissionError(
+                f"{repo_id!r} could not be pushed to ({_first_line(error)}). Log in with a token that may write there "
+                "(`hf auth login`), or pass `token`."
+            ) from error
+        raise OSError(f"{repo_id!r}: the push failed, nothing was published ({_first_line(error)}).") from error
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"{repo_id!r}: the push failed, nothing was published ({_first_line(error)}).") from error
+
+
+def _published(folder: Path) -> Iterable[Path]:
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(fnmatch(part, pattern) for part in parts for pattern in UNPUBLISHED):
+            yield path
+
+
+def _missing(kind: type[SavedConfig], where: str | os.PathLike) -> str:
+    return (
+        f"{os.fspath(where)!r} has no {kind.CONFIG_FILE}: it is no saved {kind.WHAT}. A plain model is loaded with "
+        "transformers' `AutoModel...from_pretrained`."
+    )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,232 @@
+"""A posterior as files.
+
+| file                                            | holds                                                             |
+|-------------------------------------------------|-------------------------------------------------------------------|
+| `config.json`, `model.safetensors`, a processor | the posterior mean, an ordinary transformers repository           |
+| `posterior_config.json`                         | `PosteriorConfig`: what was learned, and the hashes of the files  |
+| `posterior.safetensors`                         | rho, the prior's tensors, batch-norm statistics of weight samples |
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+
+from .batch_norm import Statistics, batch_norm_layers
+from .blocks import Tensors
+from .hub import InvalidFilesError, SavedConfig, hashes_of, load_tensors, public_name, save_tensors
+from .modeling import auto_class_of, load_mean
+from .objective import DEELBo
+from .priors import prior_from
+
+if TYPE_CHECKING:
+    from .posterior import GaussianPosterior
+
+
+@strict
+@dataclass
+class PosteriorConfig(SavedConfig):
+    """What `posterior_config.json` says of a posterior; its numbers are checked against the tensors when it is loaded.
+
+    Attributes:
+        auto_class: the transformers class that loads the mean; `None` for a model that is not a transformers one.
+        head_names: the parameters that form the head.
+        frozen_names: the parameters that q does not cover.
+        prior: its kind, and `eps` if it is of low rank.
+        kappa, num_examples, num_parameters: kappa and N (`None` if not known), and D.
+        lambda_, tau, sigma: what was learned.
+        sample_seeds: weight samples whose batch-norm statistics are saved.
+        de_elbo: J and its parts, if they were measured.
+        base_model, base_model_revision: what was fine-tuned, if it is on the Hub.
+    """
+
+    CONFIG_FILE = "posterior_config.json"
+    TENSORS_FILE = "posterior.safetensors"
+    WHAT = "posterior"
+
+    auto_class: str | None = None
+    head_names: list[str] = field(default_factory=list)
+    frozen_names: list[str] = field(default_factory=list)
+    prior: dict[str, Any] = field(default_factory=dict)
+    kappa: float | None = None
+    num_examples: int | None = None
+    num_parameters: int = 0
+    lambda_: float = math.nan
+    tau: float = math.nan
+    sigma: float = math.nan
+    sample_seeds: list[int] = field(default_factory=list)
+    de_elbo: dict[str, Any] | None = None
+    base_model: str | None = None
+    base_model_revision: str | None = None
+
+    def validate_numbers(self) -> None:
+        """Positive and finite, where they must be."""
+        for name in ("kappa", "lambda_", "tau", "sigma", "num_parameters", "num_examples"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be a positive number, got {value}.")
+        for part in fields(DEELBo) if self.de_elbo is not None else ():
+            value = self.de_elbo.get(part.name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not (is_number or (value is None and part.name == "nll_standard_error")):
+                raise ValueError(f"de_elbo: its {part.name} must be a number, got {value!r}.")
+
+
+def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -> None:
+    """Write `posterior.safetensors` and `posterior_config.json` into a folder that holds the model's own files."""
+    posterior.update_prior_variances()
+    sizes = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
+    sizes = {name: torch.tensor(value, dtype=torch.float64) for name, value in sizes.items() if value is not None}
+    statistics = {
+        f"batch_norm.{seed}.{layer}.{part}": tensor
+        for seed, layers in posterior.sample_statistics.items()
+        for layer, moments in layers.items()
+        for part, tensor in zip(("mean", "variance"), moments, strict=True)
+    }
+    tensors = posterior.state_dict() | sizes | statistics
+    save_tensors(tensors, Path(folder) / PosteriorConfig.TENSORS_FILE)
+
+    model = posterior.model
+    auto_class = auto_class_of(model)
+    base_model = public_name(getattr(getattr(model, "config", None), "name_or_path", None))
+    PosteriorConfig(
+        sha256=hashes_of(folder),
+        auto_class=auto_class and auto_class.__name__,
+        head_names=sorted(posterior.head),
+        frozen_names=[name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        prior=posterior.prior.config,
+        kappa=posterior.kappa,
+        num_examples=posterior.num_examples,
+        num_parameters=posterior.num_parameters,
+        lambda_=float(posterior.lambda_),
+        tau=float(posterior.tau),
+        sigma=float(posterior.sigma),
+        sample_seeds=sorted(posterior.sample_statistics),
+        de_elbo=posterior.de_elbo and _without_nan(posterior.de_elbo.to_dict()),
+        base_model=base_model,
+        base_model_revision=base_model and getattr(model.config, "_commit_hash", None),
+    ).save(folder)
+
+
+def read_posterior(
+    folder: str | os.PathLike, posterior_class: type["GaussianPosterior"], trust_remote_code: bool = False
+) -> "GaussianPosterior":
+    """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files."""
+    config = PosteriorConfig.load(folder)
+    config.check_files(folder)
+    tensors = _by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm"))
+    try:
+        model = load_mean(folder, config.auto_class, trust_remote_code)
+        posterior = _assemble(posterior_class, model, config, tensors)
+        _check_agreement(posterior, config, tensors[""])
+    except (ValueError, KeyError, RuntimeError, OSError) as error:
+        reason = f"{error.args[0]!r} is missing or unknown" if isinstance(error, KeyError) else str(error)
+        raise InvalidFilesError(
+            f"{os.fspath(folder)}: the files of the posterior do not fit each other ({reason}). Download or save it "
+            "again."
+        ) from error
+    return posterior
+
+
+def read_state(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """`GaussianPosterior.state_dict` as it was when it was saved into a local folder."""
+    config = PosteriorConfig.load(folder)
+    config.check_files(folder)
+    tensors = load_tensors(Path(folder) / config.TENSORS_FILE)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("prior.") or name in _LEARNED}
+
+
+_LEARNED = ("rho", "lambda_", "tau")
+
+
+def _assemble(
+    posterior_class: type["GaussianPosterior"],
+    model: nn.Module,
+    config: PosteriorConfig,
+    tensors: Mapping[str, Tensors],
+) -> "GaussianPosterior":
+    parameters = dict(model.named_parameters())
+    for name in config.frozen_names:
+        parameters.pop(name).requires_grad_(False)
+    backbone = {name: parameter for name, parameter in parameters.items() if name not in set(config.head_names)}
+    posterior = posterior_class(
+        model,
+        config.head_names,
+        prior_from(config.prior, tensors["prior"], backbone),
+        init_sigma=config.sigma,
+        kappa="auto" if config.kappa is None else config.kappa,
+        num_examples=config.num_examples,
+    )
+    prior = {f"prior.{name}": tensor for name, tensor in tensors["prior"].items()}
+    posterior.load_state_dict({name: tensors[""][name] for name in _LEARNED} | prior)
+    posterior.update_prior_variances()
+    posterior.sample_statistics = _statistics_of(model, tensors["batch_norm"])
+    if config.de_elbo is not None:
+        parts = {part.name: config.de_elbo[part.name] for part in fields(DEELBo)}
+        posterior.de_elbo = DEELBo(**{name: math.nan if value is None else value for name, value in parts.items()})
+    return posterior
+
+
+def _statistics_of(model: nn.Module, tensors: Tensors) -> dict[int, Statistics]:
+    """By seed, from tensors named `<seed>.<layer>.mean` and `<seed>.<layer>.variance`."""
+    layers = batch_norm_layers(model)
+    statistics = {}
+    for seed in sorted({int(name.partition(".")[0]) for name in tensors}):
+        statistics[seed] = {}
+        for layer, module in layers.items():
+            moments = tuple(tensors[f"{seed}.{layer}.{part}"] for part in ("mean", "variance"))
+            if any(tensor.shape != module.running_mean.shape for tensor in moments):
+                raise ValueError(f"the batch-norm statistics of {layer!r} have another size than the layer")
+            statistics[seed][layer] = moments
+    return statistics
+
+
+def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig, tensors: Tensors) -> None:
+    """The numbers that people read must be those of the tensors."""
+    pairs = [
+        ("lambda_", config.lambda_, posterior.lambda_),
+        ("tau", config.tau, posterior.tau),
+        ("sigma", config.sigma, posterior.sigma),
+        ("num_parameters", config.num_parameters, posterior.num_parameters),
+        ("kappa", config.kappa, tensors.get("kappa")),
+        ("num_examples", config.num_examples, tensors.get("num_examples")),
+    ]
+    if posterior.de_elbo is not None:
+        pairs += [
+            ("de_elbo", config.de_elbo.get("de_elbo"), posterior.de_elbo.value),
+            ("de_elbo's kl_backbone", posterior.de_elbo.kl_backbone, posterior.kl.backbone),
+            ("de_elbo's kl_head", posterior.de_elbo.kl_head, posterior.kl.head),
+            ("de_elbo's kappa", posterior.de_elbo.kappa, posterior.kappa),
+            ("de_elbo's num_examples", posterior.de_elbo.num_examples, posterior.num_examples),
+        ]
+    for name, stated, true in pairs:
+        agree = stated is true is None or (None not in (stated, true) and math.isclose(stated, true, rel_tol=1e-6))
+        if not agree:
+            raise ValueError(f"{name} is stated as {stated}, but is {true if true is None else float(true)}")
+    if config.sample_seeds != sorted(posterior.sample_statistics):
+        raise ValueError(
+            f"sample_seeds: {config.sample_seeds} are stated, {sorted(posterior.sample_statistics)} saved"
+        )
+
+
+def _by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors by the first word of their names, which is taken off; all others under the empty word."""
+    parts = {"": {}} | {word: {} for word in words}
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(".")
+        if first in parts:
+            parts[first][rest] = tensor
+        else:
+            parts[""][name] = tensor
+    return parts
+
+
+def _without_nan(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON has no nan."""
+    return {name: None if math.isnan(value) else value for name, value in numbers.items()}
