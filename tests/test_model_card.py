@@ -1,0 +1,713 @@
+import html
+import math
+import os
+import re
+from dataclasses import fields, replace
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import make_model
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from torch.distributions import MultivariateNormal, kl_divergence
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    BertTokenizer,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+from transformers.training_args import OptimizerNames
+
+from hf_deelbo import GaussianPosterior
+from hf_deelbo.model_card import PosteriorCardData, render_card, save_card
+
+D = 3_383_818
+DIGITS = PosteriorCardData(
+    task="image-classification",
+    base_model="efficientnet-lite0",
+    dataset_name="digits",
+    num_classes=10,
+    num_examples=100,
+    num_test_examples=1697,
+    num_parameters=D,
+    prior="l2-sp",
+    kappa=D / 100,
+    lambda_=1.63e-5,
+    tau=7.83e-4,
+    sigma=3.69e-3,
+    de_elbo={"de_elbo": -0.1059 * D, "nll": 0.08},
+    metrics={
+        "mean": {"accuracy": 0.908, "nll": 0.347, "ece": 0.061},
+        "average": {"accuracy": 0.906, "nll": 0.346, "ece": 0.058},
+    },
+    num_samples=5,
+    training={"learning_rate": 0.1, "steps": 50},
+    preprocessing={"image_size": 48},
+    versions={"hf_deelbo": "0.1.0"},
+    license="apache-2.0",
+    figures=("figures/training.png",),
+)
+BEGIN, END = "<!-- hf_deelbo:begin", "<!-- hf_deelbo:end -->"
+
+
+def body(text: str) -> str:
+    """What stands between the two comments."""
+    return text[text.index("-->", text.index(BEGIN)) + 3 : text.index(END)]
+
+
+def table_row(text: str, name: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# ---- Metadata ------------------------------------------------------------------------------------------------------
+
+
+def test_the_metadata_of_a_full_card():
+    data = replace(DIGITS, base_model="microsoft/resnet-50", dataset_name="cifar10", language="en", repo_id="me/mine")
+    content = str(render_card(data))
+    assert content.startswith("---\n")
+
+    def metric(kind, value, name):
+        return {"type": kind, "value": value, "name": name}
+
+    assert yaml.safe_load(content.split("---\n")[1]) == {
+        "license": "apache-2.0",
+        "language": ["en"],
+        "library_name": "transformers",
+        "pipeline_tag": "image-classification",
+        "base_model": "microsoft/resnet-50",
+        "datasets": ["uoft-cs/cifar10"],
+        "metrics": ["accuracy", "nll", "ece"],
+        "tags": ["hf_deelbo", "deelbo", "bayesian", "variational-inference", "transfer-learning"],
+        "model-index": [
+            {
+                "name": "mine",
+                "results": [
+                    {
+                        "task": {"type": "image-classification"},
+                        "dataset": {"name": "uoft-cs/cifar10", "type": "uoft-cs/cifar10", "split": "test"},
+                        "metrics": [
+                            metric("accuracy", 0.908, "class-averaged accuracy (posterior mean)"),
+                            metric("nll", 0.347, "NLL (posterior mean)"),
+                            metric("ece", 0.061, "ECE (posterior mean)"),
+                            metric("accuracy", 0.906, "class-averaged accuracy (average of 5 samples)"),
+                            metric("nll", 0.346, "NLL (average of 5 samples)"),
+                            metric("ece", 0.058, "ECE (average of 5 samples)"),
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+
+
+def test_results_come_back_through_every_reader_of_the_hub(tmp_path):
+    metrics = {"mean": {"accuracy": np.float64(0.1) + 0.2, "brier": torch.tensor(0.5)}}  # what YAML cannot hold itself
+    file = save_card(tmp_path, replace(DIGITS, metrics=metrics, dataset_config="8x8", dataset_split="held out"))
+    on = {"task_type": "image-classification", "dataset_type": "digits", "dataset_name": "digits"}
+    expected = [
+        EvalResult(
+            **on,
+            dataset_config="8x8",
+            dataset_split="held out",
+            metric_type=kind,
+            metric_name=f"{name} (posterior mean)",
+            metric_value=value,
+        )
+        for kind, name, value in (
+            ("accuracy", "class-averaged accuracy", 0.30000000000000004),
+            ("brier_score", "Brier score", 0.5),
+        )
+    ]
+    loaded, metadata = ModelCard.load(file), metadata_load(file)
+    assert loaded.data.eval_results == expected
+    assert model_index_to_eval_results(metadata["model-index"]) == ("efficientnet-lite0-digits", expected)
+    assert ModelCardData(**metadata).to_dict() == metadata == loaded.data.to_dict()
+    assert str(loaded) == file.read_text()
+
+
+def test_only_ids_on_the_hub_are_linked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "my-run").mkdir(parents=True)
+
+    def card_of(base_model, dataset_name):
+        return render_card(replace(DIGITS, base_model=base_model, dataset_name=dataset_name))
+
+    card = card_of("timm/resnet50.a1_in1k", "timm/oxford-iiit-pet")
+    assert (card.data.base_model, card.data.datasets) == ("timm/resnet50.a1_in1k", ["timm/oxford-iiit-pet"])
+    assert "[timm/resnet50.a1_in1k](https://huggingface.co/timm/resnet50.a1_in1k)" in card.text
+    assert "[timm/oxford-iiit-pet](https://huggingface.co/datasets/timm/oxford-iiit-pet)" in card.text
+    for base_model, dataset_name in (("efficientnet-lite0", "digits"), ("outputs/my-run", Path("outputs/my-run"))):
+        card = card_of(base_model, dataset_name)
+        assert card.data.base_model is None
+        assert card.data.datasets is None
+        assert "huggingface.co" not in card.text
+        assert "outputs/my" not in str(card)
+        assert f"# {base_model.split('/')[-1]} fine-tuned on {Path(dataset_name).name}\n" in card.text
+
+
+def test_a_result_needs_a_finite_value_and_a_dataset():
+    card = render_card(replace(DIGITS, metrics={"mean": {"accuracy": 0.5, "nll": math.inf, "ece": math.nan}}))
+    assert [result.metric_type for result in card.data.eval_results] == card.data.metrics == ["accuracy"]
+    assert table_row(card.text, "NLL")[1] == "infinite"
+    card = render_card(replace(DIGITS, dataset_name=None))
+    assert card.data.eval_results is None
+    assert "model_name" not in card.data.to_dict()
+    assert table_row(card.text, "NLL")[1:3] == ["0.347", "0.346"]
+
+
+# ---- Text ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_full_card():
+    text = render_card(DIGITS).text
+    assert "\n# efficientnet-lite0 fine-tuned on digits\n" in text
+    assert "An image classifier for 10 classes: efficientnet-lite0, fine-tuned on 100 examples of digits.\n" in text
+    assert table_row(text, "class-averaged accuracy")[1:3] == ["90.8 %", "90.6 %"]
+    assert table_row(text, "NLL")[1:3] == ["0.347", "0.346"]
+    assert "blind guessing: 2.303" in table_row(text, "NLL")[3]  # log 10
+    assert "Brier" not in text
+    assert table_row(text, "lambda")[1] == "1.63e-05"
+    assert (
+        "square root, 0.004, is how far a drawn weight typically lies from its pretrained"
+        in table_row(text, "lambda")[2]
+    )
+    assert table_row(text, "tau")[1] == "7.83e-04"
+    assert "0.028" in table_row(text, "tau")[2]
+    assert table_row(text, "sigma")[1] == "3.69e-03"
+    assert table_row(text, "kappa")[1] == "33,838"
+    assert "D/N, the number of parameters (3,383,818) per example" in table_row(text, "kappa")[2]
+    assert table_row(text, "J")[1] == "-358,346"
+    assert "-0.1059 per parameter" in table_row(text, "J")[2]
+    # 1 / (1.63e-5 * 3383818) and 1 / (7.83e-4 * 3383818)
+    assert "a weight decay of 0.018 towards the pretrained values (backbone) and of 0.00038 towards zero" in text
+    assert table_row(text, "learning rate") == ["learning rate", "0.1"]
+    assert table_row(text, "image size") == ["image size", "48"]
+    assert "Made with hf_deelbo 0.1.0.\n" in text
+    assert re.findall(r"!\[.*?\]\((.*?)\)", text) == ["figures/training.png"]
+    assert not re.search(r"[ \t]$|\n\n\n", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("prior", ["l2-sp", "l2-zero"])
+def test_what_the_text_says_of_lambda_tau_and_the_pull_is_true(prior):
+    """Against draws from the posterior, and the gradient of the KL of torch's dense Gaussians."""
+    generator = torch.Generator().manual_seed(0)
+    centre = 0.3 * torch.randn(400, generator=generator, dtype=torch.float64) if prior == "l2-sp" else torch.zeros(400)
+    w_bar = (centre + 0.05 * torch.randn(400, generator=generator)).double().requires_grad_()
+    v_bar = (0.7 * torch.randn(30, generator=generator)).double().requires_grad_()
+    sigma, kappa, num_examples = 0.1, 7.0, 20
+    parts = ((w_bar, centre), (v_bar, torch.zeros(30)))
+    variances = [sigma**2 + (mean.detach() - prior_mean).square().mean().item() for mean, prior_mean in parts]
+    data = replace(
+        DIGITS,
+        prior=prior,
+        sigma=sigma,
+        kappa=kappa,
+        num_examples=num_examples,
+        lambda_=variances[0],
+        tau=variances[1],
+    )
+    text = render_card(data).text
+
+    for name, (mean, prior_mean) in zip(("lambda", "tau"), parts, strict=True):
+        noise = torch.randn(500, len(mean), generator=generator, dtype=torch.float64)
+        distance = (mean.detach() + sigma * noise - prior_mean).square().mean().sqrt().item()
+        said = float(re.search(r"square root, ([\d.e-]+), is how far a drawn weight", table_row(text, name)[2])[1])
+        assert said == pytest.approx(distance, rel=0.05)  # two digits are shown
+
+    shown = re.search(r"weight decay of ([\d.e-]+) towards (.*?) \(backbone\) and of ([\d.e-]+) towards zero", text)
+    assert shown[2] == {"l2-sp": "the pretrained values", "l2-zero": "zero"}[prior]
+    for said, (mean, prior_mean), variance in zip((shown[1], shown[3]), parts, variances, strict=True):
+        eye = torch.eye(len(mean), dtype=torch.float64)
+        kl = kl_divergence(
+            MultivariateNormal(mean, sigma**2 * eye), MultivariateNormal(prior_mean.double(), variance * eye)
+        )
+        (gradient,) = torch.autograd.grad(kl / (kappa * num_examples), mean)
+        ratio = gradient / (mean.detach() - prior_mean)
+        torch.testing.assert_close(ratio, torch.full_like(ratio, float(said)), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("prior", "said", "unsaid"),
+    [
+        ("l2-zero", "from zero. |", "from its pretrained value"),
+        ("ptyl", "in units of the spread that the prior gives it", "weight decay"),
+        ("posterior", "the stronger the regularisation. |", "weight decay"),
+        (None, "the stronger the regularisation. |", "weight decay"),
+    ],
+)
+def test_each_prior_is_told_as_it_is(prior, said, unsaid):
+    text = render_card(replace(DIGITS, prior=prior)).text
+    assert said in text
+    assert unsaid not in text
+
+
+def test_kappa_is_explained_by_what_it_is():
+    assert "once, as in the plain ELBo" in table_row(render_card(replace(DIGITS, kappa=1)).text, "kappa")[2]
+    other = render_card(replace(DIGITS, kappa=2.5)).text
+    assert table_row(other, "kappa")[1:] == ["2.5", "How many times each training example counts. Set, not learned."]
+    assert "narrower than Bayes' rule" in other
+    assert "narrower than Bayes' rule" not in render_card(replace(DIGITS, kappa=1)).text
+
+
+def test_what_is_missing_is_not_mentioned():
+    empty = render_card(PosteriorCardData("text-classification", dataset_split=None))
+    assert "A text classifier, fine-tuned.\n" in empty.text
+    assert re.findall("^## (.*)", empty.text, flags=re.MULTILINE) == [
+        "How to use it",
+        "When not to trust it",
+        "Citation",
+    ]
+    names = [each.name for each in fields(DIGITS) if each.default is None or each.name == "dataset_split"]
+    assert len(names) > 15
+    for name in names:
+        card = render_card(replace(DIGITS, **{name: None}))
+        assert not re.search(r"\b(none|nan|inf)\b", str(card), flags=re.IGNORECASE), name
+    for name in ("kappa", "lambda_", "tau", "sigma"):
+        assert (
+            render_card(replace(DIGITS, **{name: math.nan})).text == render_card(replace(DIGITS, **{name: None})).text
+        )
+    without = replace(DIGITS, training={"a": None, "b": math.nan, "c": [None, 3], "d": {"e": None}}, de_elbo={})
+    text = render_card(without).text
+    assert table_row(text, "c") == ["c", "3"]
+    assert not re.search(r"^\| [abdJ] \|", text, flags=re.MULTILINE)
+
+
+def test_settings_of_any_kind_are_shown_in_a_line():
+    training = {
+        "small": 1e-5,
+        "numpy_number": np.float32(0.5),
+        "array": np.array([1.5, 2.5]),
+        "tensor": torch.tensor(3),
+        "flag": True,
+        "optimizer": OptimizerNames.SGD,
+        "selection": {"method": "halving", "learning_rates": [0.1, 0.01]},
+        "channel_mean": (0.123456, 0.5),
+    }
+    text = render_card(replace(DIGITS, training=training)).text
+    expected = {
+        "small": "1e-05",
+        "numpy number": "0.5",
+        "array": "1.5, 2.5",
+        "tensor": "3",
+        "flag": "yes",
+        "optimizer": "sgd",
+        "selection": "method halving, learning rates 0.1, 0.01",
+        "channel mean": "0.1235, 0.5",
+    }
+    assert {name: table_row(text, name)[1] for name in expected} == expected
+
+
+def test_figures_are_relative_paths():
+    text = render_card(replace(DIGITS, figures=("figures/reliability.png", "my plots/what (now).png"))).text
+    assert re.findall(r"!\[(.*?)\]\((.*?)\)\n", text) == [
+        ("Accuracy over confidence; on the diagonal, confidence can be taken at its word", "figures/reliability.png"),
+        ("what (now)", "my%20plots/what%20%28now%29.png"),
+    ]
+    for path in ("/home/alice/x.png", "~/x.png", "../x.png", "a/../../x.png", "C:\\x.png", "file:///x.png"):
+        with pytest.raises(ValueError, match=r"figures: must be relative paths .* got"):
+            render_card(replace(DIGITS, figures=(path,)))
+
+
+def test_wrong_data_is_refused():
+    with pytest.raises(
+        ValueError, match="task: unknown task 'summarization'; choose one of image-classification, text-"
+    ):
+        render_card(PosteriorCardData("summarization"))
+    for repo_id in ("mine", "a/b/c", 'a/b"); import os #', "/home/alice/x"):
+        with pytest.raises(ValueError, match='repo_id: must be "user/name"'):
+            render_card(replace(DIGITS, repo_id=repo_id))
+
+
+# ---- Snippets ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes)).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def text_folder(tmp_path):
+    make_model("bert").save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "your", "text"]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def snippets(card: ModelCard, folder: Path) -> list[str]:
+    """As a reader would run them: with the place that holds the model, here a folder instead of a repository."""
+    found = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    assert all("someone/else" in code for code in found)
+    return [code.replace("someone/else", str(folder)) for code in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto_class"), [("image", AutoModelForImageClassification), ("text", AutoModelForSequenceClassification)]
+)
+def test_the_snippets_run(kind, auto_class, request, monkeypatch):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    card = render_card(replace(DIGITS, task=f"{kind}-classification", repo_id="someone/else", num_samples=4))
+    without_package, with_package = snippets(card, folder)
+
+    printed = []
+    exec(compile(without_package, "without", "exec"), {"print": printed.append})
+    model = auto_class.from_pretrained(folder).eval()
+    if kind == "image":
+        inputs = {"pixel_values": torch.full((1, 3, 8, 8), -1.0)}  # black, normalised by mean and std 0.5
+    else:
+        inputs = {"input_ids": torch.tensor([[2, 5, 6, 3]])}  # [CLS] your text [SEP]
+    expected = model(**inputs).logits.softmax(-1)[0]
+    shown = {answer["label"]: answer["score"] for answer in printed[0]}
+    for label, score in shown.items():
+        assert score == pytest.approx(expected[model.config.label2id[label]].item(), abs=1e-5)
+    assert max(shown.values()) == pytest.approx(expected.max().item(), abs=1e-5)
+
+    def from_pretrained(name):
+        loaded = auto_class.from_pretrained(name)
+        head = [name for name, _ in loaded.named_parameters() if name.startswith("classifier")]
+        return GaussianPosterior(loaded, head, init_sigma=0.5)
+
+    monkeypatch.setattr(GaussianPosterior, "from_pretrained", from_pretrained, raising=False)
+    exec(compile(with_package, "with", "exec"), {"print": printed.append})
+    posterior, average = from_pretrained(folder), 0
+    posterior.model.eval()
+    for seed in range(4):
+        with torch.no_grad(), posterior.sampled(seed):
+            average = average + posterior.model(**inputs).logits.softmax(-1) / 4
+    torch.testing.assert_close(printed[1], average, rtol=1e-4, atol=1e-5)
+    assert (average - expected).abs().max() > 1e-3
+
+
+def test_without_a_repository_the_snippets_name_a_folder():
+    text = render_card(DIGITS).text
+    assert 'pipeline("image-classification", model="path/to/this/folder")' in text
+    assert 'prior_name_or_path="path/to/this/folder"' in text
+
+
+# ---- Nothing of the author's machine -------------------------------------------------------------------------------
+
+PATHS = {
+    "/home/alice/secret/mine": "mine",
+    "/home/alice smith/secret x/mine/": "mine",
+    "C:\\Users\\alice\\secret\\mine": "mine",
+    "C:/Users/alice/secret/mine": "mine",
+    "\\\\server\\alice\\secret\\mine": "mine",
+    "~/secret/mine": "mine",
+    "~alice/secret/mine": "mine",
+    "../secret/mine": "mine",
+    "./secret/mine": "mine",
+    "file:///home/alice/secret/mine": "mine",
+    "file:/home/alice/secret/mine": "mine",
+    "//home/alice/secret/mine": "mine",
+    "https://alice:secret@example.com/secret/mine?token=secret": "mine",
+    "alice/secret/mine": "mine",
+    # a home folder is called after its user
+    "/home/alice": None,
+    "/Users/alice/": None,
+    "C:\\Users\\alice": None,
+    "~alice": None,
+    "~": None,
+    "..": None,
+}
+PRIVATE = re.compile(
+    r"alice|secret|/home|users|server|example\.com|file:|[a-z]:[\\/](?!/)|~|\.\./", flags=re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_of_a_path_no_more_than_the_last_folder_is_shown(path):
+    card = render_card(replace(DIGITS, base_model=path, dataset_name=path))
+    assert not PRIVATE.search(str(card).replace("https://", "")), path
+    assert card.data.base_model is None
+    assert card.data.datasets is None
+    if PATHS[path]:
+        assert f"# {PATHS[path]} fine-tuned on {PATHS[path]}\n" in card.text
+        assert card.data.eval_results[0].dataset_name == PATHS[path]
+    else:
+        assert "# A classifier, fine-tuned\n" in card.text
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if path.startswith(("/", "\\", "C:", "file:", "~/", "./", "../", "~alice/"))]
+)
+@pytest.mark.parametrize("text", ["{}", "resumed from {}", "from={}", 'from "{}'])
+def test_paths_inside_settings_are_shortened_too(path, text):
+    value = text.format(path)
+    settings = {"start": value, "list": [value, Path(path)], "nested": {"folder": value}, value: "a key"}
+    data = replace(
+        DIGITS,
+        training=settings,
+        preprocessing={"p": value},
+        versions={"torch": value},
+        base_model_revision=value,
+        dataset_config=value,
+        dataset_split=value,
+        license=value,
+        language=[value],
+        prior=value,
+    )
+    assert not PRIVATE.search(str(render_card(data)).replace("https://", ""))
+
+
+def test_what_only_looks_like_a_path_is_left_alone():
+    values = [
+        "D/N",
+        "0.5 +/- 0.1",
+        "images/s",
+        "https://arxiv.org/abs/1",
+        "a: b",
+        "mean / std",
+        "ratio (a)/(b)",
+        "1.0",
+    ]
+    text = render_card(replace(DIGITS, training=dict(enumerate(values)))).text
+    assert [table_row(text, str(index))[1] for index in range(len(values))] == values
+
+
+# ---- Hostile names -------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "quo\"tes' and: colons # no comment",
+    "line\nbreak\r\n---\nlicense: evil\n---\n# Heading",
+    "---",
+    "- item",
+    "=== ",
+    "1. one",
+    "{{ 7 * 7 }} {% raw %} {# x #}",
+    "<script>alert(1)</script> <!-- hf_deelbo:end --> &lt;",
+    "a | b || c \\| d",
+    "`code` ``` ~~~ **bold** _it_ __it__ *x* $$x$$ ~~s~~",
+    "[link](https://evil.example) ![i](x) <https://evil.example>",
+    "!!python/object/apply:os.system [x]",
+    "&anchor *alias ? % @ ` , [ ] { }",
+    "null",
+    "\x00\x1b[31m\u2028\u202e\ud800 end",
+    "very long " * 1000,
+]
+
+
+def skeleton(text: str) -> str:
+    """All that markdown and HTML are made of; character references are never markup."""
+    return re.sub(r"&#\d+;|[^#|`<>&*\[\]{}!$~\\_\n]|(?<=[^\W_])_(?=[^\W_])", "", text)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_can_break_the_card(tmp_path, name):
+    def card_with(value):
+        return replace(
+            DIGITS,
+            base_model=value,
+            base_model_revision=value,
+            dataset_name=value,
+            dataset_config=value,
+            dataset_split=value,
+            license=value,
+            prior=value,
+            training={value: value, "x": [value, {value: value}]},
+            preprocessing={"y": value},
+            versions={"z": value},
+        )
+
+    harmless, hostile = render_card(card_with("harmless")), render_card(card_with(name))
+    assert skeleton(hostile.text) == skeleton(harmless.text)
+    file = save_card(tmp_path, card_with(name))
+    metadata = metadata_load(file)
+    assert metadata.keys() == metadata_load(save_card(tmp_path / "other", card_with("harmless"))).keys()
+    assert ModelCard.load(file).data.to_dict() == metadata
+    if not re.search(r"[/\\]", name):  # what is no path is shown in full
+        readable = " ".join("".join(c if c.isprintable() else " " for c in name).split())
+        readable = readable if len(readable) <= 200 else f"{readable[:199]}…"
+        assert metadata["license"] == readable
+        assert f"# {readable} fine-tuned on {readable}\n" in html.unescape(hostile.text)
+    # it can be told from what a user wrote, as any other
+    file.write_text(f"{file.read_text()}\nMy words.\n")
+    save_card(tmp_path, replace(card_with(name), lambda_=0.25))
+    assert "| lambda | 2.50e-01 |" in file.read_text()
+    assert file.read_text().endswith("\nMy words.\n")
+
+
+# ---- Users' edits --------------------------------------------------------------------------------------------------
+
+LATER = replace(DIGITS, lambda_=0.25, metrics={"mean": {"accuracy": 0.5}}, dataset_name="photos")
+
+
+def edit(file: Path, *changes: tuple[str, str]) -> str:
+    content = file.read_bytes().decode()
+    for old, new in changes:
+        assert content.count(old) == 1, old
+        content = content.replace(old, new)
+    file.write_bytes(content.encode())
+    return content
+
+
+def test_saved_twice_it_is_the_same_file(tmp_path):
+    file = save_card(tmp_path / "new" / "folder", DIGITS)
+    assert file == tmp_path / "new" / "folder" / "README.md"
+    first = file.read_bytes()
+    assert first.decode() == str(render_card(DIGITS))
+    save_card(file.parent, DIGITS)
+    assert file.read_bytes() == first
+    save_card(file.parent, LATER)
+    assert file.read_text() == str(render_card(LATER))
+    assert os.listdir(file.parent) == ["README.md"]
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_text_outside_of_the_marks_is_kept_and_the_rest_renewed(tmp_path, line_break):
+    file = save_card(tmp_path, DIGITS)
+    content = file.read_text().replace(BEGIN, f"Before  \n\n{BEGIN}").replace(END, f"{END}\n\n## After\n--- no rule")
+    file.write_bytes(content.replace("\n", line_break).encode())
+    save_card(tmp_path, LATER)
+    later = file.read_bytes().decode()
+    assert later.count("\n") == later.count(line_break)
+    expected = str(render_card(LATER)).replace(BEGIN, f"Before  \n\n{BEGIN}")
+    assert later.replace("\r\n", "\n") == expected.replace(END, f"{END}\n\n## After\n--- no rule")
+
+
+def text_of(content: str) -> str:
+    return content.split("---\n", 2)[2]
+
+
+def test_an_edited_text_is_kept_as_it_is(tmp_path):
+    file = save_card(tmp_path, DIGITS)
+    edited = edit(file, ("It inherits the biases", "I think it inherits the biases"))
+    for _ in range(2):  # it must not take its own second text for untouched
+        save_card(tmp_path, LATER)
+        content = file.read_text()
+        assert body(content) == body(edited)
+        assert text_of(content).split(END)[1] == "\n"
+        assert metadata_load(file) == render_card(LATER).data.to_dict()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(END, ""),
+        lambda text: re.sub(f"{BEGIN}.*?-->\n", "", text),
+        lambda text: re.sub("<!--.*?-->", "", text),
+        lambda text: f"{text}\n{text}",
+        lambda text: f"\n{END}\n{text}",
+        lambda text: "# All my own\n",
+    ],
+)
+def test_without_clear_marks_all_text_is_kept(tmp_path, change):
+    file = save_card(tmp_path, DIGITS)
+    text = change(text_of(file.read_text()))
+    file.write_text(f"---\nlicense: mit\ntags:\n- mine\n---\n{text}")
+    save_card(tmp_path, LATER)
+    assert text_of(file.read_text()) == text
+    new = render_card(LATER).data.to_dict()
+    assert metadata_load(file) == {**new, "license": "mit", "tags": ["mine", *new["tags"]]}
+
+
+def test_a_file_of_someone_else_gets_metadata_only(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_bytes("\ufeff# Ünser Model\r\n\r\ntext\r\n".encode())
+    save_card(tmp_path, DIGITS)
+    content = file.read_bytes().decode()
+    assert content.endswith("---\r\n# Ünser Model\r\n\r\ntext\r\n")
+    assert content.count("\n") == content.count("\r\n")
+    assert metadata_load(file) == render_card(DIGITS).data.to_dict()
+    file.write_text(" \n")
+    save_card(tmp_path, DIGITS)
+    assert body(file.read_text()) == body(str(render_card(DIGITS)))
+
+
+def test_metadata_that_users_changed_wins(tmp_path):
+    file = save_card(tmp_path, replace(DIGITS, base_model="microsoft/resnet-50", dataset_name="cifar10"))
+    edit(
+        file,
+        ("license: apache-2.0\n", "license: mit\nextra: {since: 2024-01-02, 1: x}\n"),
+        ("base_model: microsoft/resnet-50\n", ""),
+        ("- bayesian\n", "- my-tag\n"),
+    )
+    for _ in range(2):
+        save_card(tmp_path, replace(LATER, base_model="microsoft/resnet-18", dataset_name="timm/oxford-iiit-pet"))
+        metadata = metadata_load(file)
+        assert metadata["license"] == "mit"
+        assert str(metadata["extra"]) == "{'since': datetime.date(2024, 1, 2), 1: 'x'}"
+        assert "base_model" not in metadata
+        assert metadata["tags"] == [
+            "hf_deelbo",
+            "deelbo",
+            "my-tag",
+            "variational-inference",
+            "transfer-learning",
+            "bayesian",
+        ]
+        # untouched, so brought up to date
+        assert metadata["datasets"] == ["timm/oxford-iiit-pet"]
+        assert metadata["metrics"] == ["accuracy"]
+        _, results = model_index_to_eval_results(metadata["model-index"])
+        assert [(result.dataset_type, result.metric_value) for result in results] == [("timm/oxford-iiit-pet", 0.5)]
+        assert "| lambda | 2.50e-01 |" in file.read_text()
+    save_card(tmp_path, replace(DIGITS, metrics={}, dataset_name="digits"))
+    assert metadata_load(file).keys() == {"license", "extra", "library_name", "pipeline_tag", "tags"}
+
+
+def test_a_model_index_that_the_hub_cannot_read_is_replaced(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("---\nmodel-index: broken\ntags: single # my comment\n---\ntext")
+    save_card(tmp_path, DIGITS)
+    assert metadata_load(file)["model-index"] == render_card(DIGITS).data.to_dict()["model-index"]
+    assert metadata_load(file)["tags"][:2] == ["single", "hf_deelbo"]
+
+
+def test_metadata_without_news_keeps_its_spelling(tmp_path):
+    file = save_card(tmp_path, DIGITS)
+    edited = edit(file, ("license: apache-2.0\n", 'license: "apache-2.0" # as the base model\n'))
+    save_card(tmp_path, DIGITS)
+    assert file.read_text() == edited
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("---\nlicense: mit\n---\n# Model f\xfcr".encode("latin-1"), "it is not UTF-8"),
+        (b"---\nlicense: [mit\n---\ntext", "its metadata is not YAML"),
+        (b"---\nsince: 2024-13-45\n---\ntext", "its metadata is not YAML"),
+        (b"---\n- mit\n---\ntext", "its metadata must be names with values"),
+        (b"\n---\nlicense: mit\n# text", 'its metadata starts with "---" but has no such line at its end'),
+    ],
+)
+def test_a_broken_file_is_named_and_left_alone(tmp_path, content, message):
+    file = tmp_path / "README.md"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{file}: {message}")):
+        save_card(tmp_path, DIGITS)
+    assert file.read_bytes() == content
+    assert os.listdir(tmp_path) == ["README.md"]
+
+
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
+    file = save_card(tmp_path, DIGITS)
+    before = file.read_bytes()
+
+    def full_disk(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        save_card(tmp_path, LATER)
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["README.md"]
+
+
+def test_the_template_is_part_of_the_package_and_cites_the_paper_as_the_readme_does():
+    template = files("hf_deelbo").joinpath("templates", PosteriorCardData.template).read_text()
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    citation = re.search(r"```bibtex\n.*?```", readme, flags=re.DOTALL)[0]
+    assert citation in template
+    assert citation in render_card(DIGITS).text
