@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-PRIORS = ("l2-zero", "l2-sp", "ptyl")
+PRIORS = ("l2-zero", "l2-sp", "ptyl", "posterior")
+SAVED_PRIORS = ("posterior",)
 _SGD_ARGS = "momentum=0.9,nesterov=True"
 # they step inside the backward pass, before the gradients are those of the whole objective
 _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
@@ -19,7 +20,9 @@ class DEELBoConfig(TrainingArguments):
 
     Args:
         prior: p(w) of the backbone up to its variance lambda: `"l2-sp"` is N(pretrained weights, lambda I),
-            `"l2-zero"` is N(0, lambda I), `"ptyl"` is a low-rank Gaussian that you pass to the trainer as `prior=`.
+            `"l2-zero"` is N(0, lambda I), `"ptyl"` is a low-rank Gaussian that you pass to the trainer as `prior=`,
+            `"posterior"` is N(w_bar, lambda I) with w_bar the mean of an earlier posterior.
+        prior_name_or_path, prior_revision: that posterior, a folder or an id on the Hub; load the model from it too.
         head_names: modules or parameters that form the head, which has the prior N(0, tau I); found by itself if not
             given.
 
@@ -40,6 +43,8 @@ class DEELBoConfig(TrainingArguments):
         recompute_batch_norm: give each weight sample that is evaluated batch-norm statistics of its own, computed over
             training inputs; if false, it meets the running ones, which fit no sample.
         num_batch_norm_examples: at most so many inputs, class-balanced, are taken for that.
+        num_saved_samples: `save_model` and pushes save the statistics of so many weight samples, for those who have
+            the posterior but not the training data.
 
     Inherited arguments with another default, after the paper: `optim="sgd"` with Nesterov momentum 0.9 and a clip of
     the gradient norm at 1.0, `lr_scheduler_type="cosine"`, `learning_rate=0.01`, `per_device_train_batch_size=128` (or
@@ -52,6 +57,10 @@ class DEELBoConfig(TrainingArguments):
     """
 
     prior: str = field(default="l2-sp", metadata={"help": f"Prior of the backbone: {', '.join(PRIORS)}."})
+    prior_name_or_path: str | None = field(
+        default=None, metadata={"help": "The saved posterior that is the prior: a folder or an id on the Hub."}
+    )
+    prior_revision: str | None = field(default=None, metadata={"help": "Its branch, tag or commit on the Hub."})
     head_names: list[str] | None = field(
         default=None, metadata={"help": "Modules or parameters that form the head; found by itself if not given."}
     )
@@ -74,6 +83,9 @@ class DEELBoConfig(TrainingArguments):
     )
     num_batch_norm_examples: int = field(
         default=2048, metadata={"help": "At most so many training inputs are taken for batch-norm statistics."}
+    )
+    num_saved_samples: int = field(
+        default=10, metadata={"help": "Weight samples whose batch-norm statistics are saved with the posterior."}
     )
 
     optim: str = field(default="sgd", metadata={"help": "The optimizer to use."})
@@ -100,6 +112,9 @@ class DEELBoConfig(TrainingArguments):
     def _check_method(self) -> None:
         if self.prior not in PRIORS:
             raise ValueError(f"prior: unknown prior {self.prior!r}; choose one of {', '.join(PRIORS)}.")
+        if (self.prior_name_or_path is not None) != (self.prior in SAVED_PRIORS):
+            needs = "names the saved prior; set" if self.prior in SAVED_PRIORS else "is only for a saved prior, not"
+            raise ValueError(f'prior_name_or_path: {needs} it with prior="{self.prior}".')
         if self.kappa != "auto":
             self.kappa = _positive_number("kappa", self.kappa, or_else=' or "auto" (D/N)')
         self.init_sigma = _positive_number("init_sigma", self.init_sigma)
@@ -108,6 +123,7 @@ class DEELBoConfig(TrainingArguments):
             ("num_eval_samples", 0),
             ("num_elbo_samples", 1),
             ("num_batch_norm_examples", 2),
+            ("num_saved_samples", 0),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -83,6 +83,9 @@ class SavedConfig:
                 f"{FORMAT_VERSION}. Upgrade it: pip install --upgrade hf-deelbo."
             )
         known = {part.name for part in fields(cls)}
+        required = {part.name for part in fields(cls) if part.default is part.default_factory is MISSING}
+        if missing := sorted(required - content.keys()):
+            raise InvalidFilesError(f"{path}: it has no {missing[0]}. Download or save it again.")
         if unknown := sorted(content.keys() - known):
             logger.warning(f"{path}: ignoring unknown keys {', '.join(unknown)}.")
         try:

@@ -22,9 +22,10 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .data import HUB_DATASETS
+from .files import write_whole
+from .modeling import TASK_OF
 
 CARD_FILE = "README.md"
-TASKS = ("image-classification", "text-classification")
 TAGS = ("hf_deelbo", "deelbo", "bayesian", "variational-inference", "transfer-learning")
 UNKNOWN_REPOSITORY = "path/to/this/folder"
 LONGEST_NAME = 200
@@ -121,19 +122,13 @@ def save_card(folder: str | os.PathLike, data: PosteriorCardData) -> Path:
     """
     card, file = render_card(data), Path(folder) / CARD_FILE
     content = _merged(_read(file), card, file) if file.exists() else str(card)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(content, encoding="utf-8", newline="")
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(file, content)
     return file
 
 
 def _check(data: PosteriorCardData) -> None:
-    if data.task not in TASKS:
-        raise ValueError(f"task: unknown task {data.task!r}; choose one of {', '.join(TASKS)}.")
+    if data.task not in TASK_OF.values():
+        raise ValueError(f"task: unknown task {data.task!r}; choose one of {', '.join(TASK_OF.values())}.")
     if data.repo_id is not None and not _has_form_of_hub_id(data.repo_id):
         raise ValueError(f'repo_id: must be "user/name", an id on the Hub, or None; got {data.repo_id!r}.')
     for path in data.figures:

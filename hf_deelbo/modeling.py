@@ -98,8 +98,12 @@ def load_efficientnet_lite0(**labels: Any) -> PreTrainedModel:
     return model
 
 
-# how a saved classifier is loaded again
-AUTO_CLASSES = {kind.__name__: kind for kind in (AutoModelForImageClassification, AutoModelForSequenceClassification)}
+# what a saved classifier is loaded with, and what the Hub calls its task
+TASK_OF = {
+    AutoModelForImageClassification: "image-classification",
+    AutoModelForSequenceClassification: "text-classification",
+}
+AUTO_CLASSES = {kind.__name__: kind for kind in TASK_OF}
 
 
 def auto_class_of(model: nn.Module) -> type | None:

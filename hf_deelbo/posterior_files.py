@@ -10,7 +10,7 @@
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @strict
-@dataclass
+@dataclass(kw_only=True)
 class PosteriorConfig(SavedConfig):
     """What `posterior_config.json` says of a posterior; its numbers are checked against the tensors when it is loaded.
 
@@ -50,20 +50,20 @@ class PosteriorConfig(SavedConfig):
     TENSORS_FILE = "posterior.safetensors"
     WHAT = "posterior"
 
-    auto_class: str | None = None
-    head_names: list[str] = field(default_factory=list)
-    frozen_names: list[str] = field(default_factory=list)
-    prior: dict[str, Any] = field(default_factory=dict)
-    kappa: float | None = None
-    num_examples: int | None = None
-    num_parameters: int = 0
-    lambda_: float = math.nan
-    tau: float = math.nan
-    sigma: float = math.nan
-    sample_seeds: list[int] = field(default_factory=list)
-    de_elbo: dict[str, Any] | None = None
-    base_model: str | None = None
-    base_model_revision: str | None = None
+    auto_class: str | None
+    head_names: list[str]
+    frozen_names: list[str]
+    prior: dict[str, Any]
+    kappa: float | None
+    num_examples: int | None
+    num_parameters: int
+    lambda_: float
+    tau: float
+    sigma: float
+    sample_seeds: list[int]
+    de_elbo: dict[str, float | int | None] | None
+    base_model: str | None
+    base_model_revision: str | None
 
     def validate_numbers(self) -> None:
         """Positive and finite, where they must be."""
@@ -71,25 +71,22 @@ class PosteriorConfig(SavedConfig):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a positive number, got {value}.")
-        for part in fields(DEELBo) if self.de_elbo is not None else ():
-            value = self.de_elbo.get(part.name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not (is_number or (value is None and part.name == "nll_standard_error")):
-                raise ValueError(f"de_elbo: its {part.name} must be a number, got {value!r}.")
 
 
 def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -> None:
     """Write `posterior.safetensors` and `posterior_config.json` into a folder that holds the model's own files."""
     posterior.update_prior_variances()
-    sizes = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
-    sizes = {name: torch.tensor(value, dtype=torch.float64) for name, value in sizes.items() if value is not None}
+    numbers = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
+    if posterior.de_elbo is not None:
+        numbers |= {name: getattr(posterior.de_elbo, name) for name in _MEASURED}
+    scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items() if value is not None}
     statistics = {
         f"batch_norm.{seed}.{layer}.{part}": tensor
         for seed, layers in posterior.sample_statistics.items()
         for layer, moments in layers.items()
         for part, tensor in zip(("mean", "variance"), moments, strict=True)
     }
-    tensors = posterior.state_dict() | sizes | statistics
+    tensors = posterior.state_dict() | scalars | statistics
     save_tensors(tensors, Path(folder) / PosteriorConfig.TENSORS_FILE)
 
     model = posterior.model
@@ -124,7 +121,7 @@ def read_posterior(
     try:
         model = load_mean(folder, config.auto_class, trust_remote_code)
         posterior = _assemble(posterior_class, model, config, tensors)
-        _check_agreement(posterior, config, tensors[""])
+        _check_agreement(posterior, config)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         reason = f"{error.args[0]!r} is missing or unknown" if isinstance(error, KeyError) else str(error)
         raise InvalidFilesError(
@@ -142,7 +139,9 @@ def read_state(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith("prior.") or name in _LEARNED}
 
 
+# scalar tensors: the posterior's state, and the parts of J that do not follow from it
 _LEARNED = ("rho", "lambda_", "tau")
+_MEASURED = ("nll", "nll_standard_error")
 
 
 def _assemble(
@@ -155,21 +154,27 @@ def _assemble(
     for name in config.frozen_names:
         parameters.pop(name).requires_grad_(False)
     backbone = {name: parameter for name, parameter in parameters.items() if name not in set(config.head_names)}
+    scalars = tensors[""]
     posterior = posterior_class(
         model,
         config.head_names,
         prior_from(config.prior, tensors["prior"], backbone),
         init_sigma=config.sigma,
-        kappa="auto" if config.kappa is None else config.kappa,
-        num_examples=config.num_examples,
+        kappa=scalars["kappa"].item() if "kappa" in scalars else "auto",
+        num_examples=int(scalars["num_examples"]) if "num_examples" in scalars else None,
     )
     prior = {f"prior.{name}": tensor for name, tensor in tensors["prior"].items()}
-    posterior.load_state_dict({name: tensors[""][name] for name in _LEARNED} | prior)
+    posterior.load_state_dict({name: scalars[name] for name in _LEARNED} | prior)
     posterior.update_prior_variances()
     posterior.sample_statistics = _statistics_of(model, tensors["batch_norm"])
-    if config.de_elbo is not None:
-        parts = {part.name: config.de_elbo[part.name] for part in fields(DEELBo)}
-        posterior.de_elbo = DEELBo(**{name: math.nan if value is None else value for name, value in parts.items()})
+    if _MEASURED[0] in scalars:
+        posterior.de_elbo = DEELBo(
+            kl_backbone=float(posterior.kl.backbone),
+            kl_head=float(posterior.kl.head),
+            kappa=posterior.kappa,
+            num_examples=posterior.num_examples,
+            **{name: scalars[name].item() for name in _MEASURED},
+        )
     return posterior
 
 
@@ -187,32 +192,29 @@ def _statistics_of(model: nn.Module, tensors: Tensors) -> dict[int, Statistics]:
     return statistics
 
 
-def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig, tensors: Tensors) -> None:
+def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) -> None:
     """The numbers that people read must be those of the tensors."""
     pairs = [
         ("lambda_", config.lambda_, posterior.lambda_),
         ("tau", config.tau, posterior.tau),
         ("sigma", config.sigma, posterior.sigma),
         ("num_parameters", config.num_parameters, posterior.num_parameters),
-        ("kappa", config.kappa, tensors.get("kappa")),
-        ("num_examples", config.num_examples, tensors.get("num_examples")),
+        ("kappa", config.kappa, posterior.kappa),
+        ("num_examples", config.num_examples, posterior.num_examples),
     ]
-    if posterior.de_elbo is not None:
-        pairs += [
-            ("de_elbo", config.de_elbo.get("de_elbo"), posterior.de_elbo.value),
-            ("de_elbo's kl_backbone", posterior.de_elbo.kl_backbone, posterior.kl.backbone),
-            ("de_elbo's kl_head", posterior.de_elbo.kl_head, posterior.kl.head),
-            ("de_elbo's kappa", posterior.de_elbo.kappa, posterior.kappa),
-            ("de_elbo's num_examples", posterior.de_elbo.num_examples, posterior.num_examples),
-        ]
-    for name, stated, true in pairs:
-        agree = stated is true is None or (None not in (stated, true) and math.isclose(stated, true, rel_tol=1e-6))
+    measured = {} if posterior.de_elbo is None else _without_nan(posterior.de_elbo.to_dict())
+    stated = config.de_elbo or {}
+    pairs += [(f"de_elbo's {name}", stated.get(name), measured.get(name)) for name in stated.keys() | measured.keys()]
+    for name, stated_value, value in pairs:
+        if stated_value is None or value is None:
+            agree = stated_value is value
+        else:
+            agree = math.isclose(stated_value, value, rel_tol=1e-6)
         if not agree:
-            raise ValueError(f"{name} is stated as {stated}, but is {true if true is None else float(true)}")
-    if config.sample_seeds != sorted(posterior.sample_statistics):
-        raise ValueError(
-            f"sample_seeds: {config.sample_seeds} are stated, {sorted(posterior.sample_statistics)} saved"
-        )
+            raise ValueError(f"{name} is stated as {stated_value}, but is {value and float(value)}")
+    saved = sorted(posterior.sample_statistics)
+    if config.sample_seeds != saved:
+        raise ValueError(f"sample_seeds: {config.sample_seeds} are stated, {saved} are saved")
 
 
 def _by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:

@@ -282,7 +282,8 @@ def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -
     """
 
     def part(prefix: str) -> dict[str, torch.Tensor]:
-        return {name.removeprefix(f"{prefix}."): state[name] for name in state if name.startswith(f"{prefix}.")}
+        """In the order of `parameters`, as sums depend on the order in their last bit."""
+        return {name: state[f"{prefix}.{name}"] for name in parameters if f"{prefix}.{name}" in state}
 
     kind = config.get("kind")
     if kind == "l2-zero":

@@ -3,6 +3,9 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -14,15 +17,17 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
-from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, TrainOutput, has_length
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, PushInProgress, logging
 
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
 from .config import DEELBoConfig
 from .data import class_balanced_indices, column_of_labels
 from .files import finish_interrupted, replaced_together
-from .modeling import head_parameter_names, in_eval_mode
+from .hub import push_folder
+from .model_card import PosteriorCardData, save_card
+from .modeling import TASK_OF, auto_class_of, head_parameter_names, in_eval_mode
 from .objective import DEELBo, training_loss
 from .posterior import GaussianPosterior
 from .posterior_files import read_state, write_posterior
@@ -76,6 +81,7 @@ class DEELBoTrainer(Trainer):
         if not isinstance(args, DEELBoConfig):
             raise TypeError(f"args: must be a DEELBoConfig, got {type(args).__name__}; it takes the same arguments.")
         self._posterior = None
+        self._evaluations: dict[str, _Evaluation] = {}
         self._given_prior = prior
         self._elbo_dataset = elbo_dataset
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
@@ -114,7 +120,17 @@ class DEELBoTrainer(Trainer):
             raise ValueError('prior: "ptyl" needs the prior itself; pass `prior=LowRankPrior(...)` to the trainer.')
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         backbone = {name: p for name, p in trainable.items() if name not in head_names}
+        if self.args.prior == "posterior":
+            return self._load_prior(backbone)
         return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)
+
+    def _load_prior(self, backbone: dict[str, torch.Tensor]) -> GaussianPrior:
+        name, revision = self.args.prior_name_or_path, self.args.prior_revision
+        prior = GaussianPosterior.from_pretrained(name, revision=revision, token=self.args.hub_token).as_prior()
+        prior.check_matches(backbone)
+        if prior.mahalanobis(backbone) > 0:
+            logger.warning(f"The model does not start at the prior's mean; load it from {name!r}, as the prior is.")
+        return prior
 
     def _num_train_examples(self) -> int | None:
         if self.args.num_train_examples is not None or self.train_dataset is None:
@@ -176,6 +192,7 @@ class DEELBoTrainer(Trainer):
         eps is drawn from (seed, step): the same for all batches of a step, on every process, and after a resume.
         """
         self.posterior.forget_evaluations()
+        self._evaluations.clear()
         with self.posterior.sampled(self.args.seed, self.state.global_step):
             loss = super().training_step(model, inputs, num_items_in_batch)
             self._nll_since_log += self._last_nll / self.current_gradient_accumulation_steps
@@ -292,7 +309,8 @@ class DEELBoTrainer(Trainer):
         num_samples = self.args.num_elbo_samples if num_samples is None else num_samples
         if not isinstance(num_samples, int) or num_samples < 1:
             raise ValueError(f"num_samples: must be a whole number of at least 1, got {num_samples!r}.")
-        dataset = self._training_inputs() if dataset is None else dataset
+        is_training_set = dataset is None
+        dataset = self._training_inputs() if is_training_set else dataset
         posterior = self.posterior
         _ = posterior.kl_weight  # says so if N is not known
         posterior.update_prior_variances()
@@ -300,7 +318,7 @@ class DEELBoTrainer(Trainer):
         samples = self._progress(range(num_samples), "DE ELBo")
         with in_eval_mode(self.model):
             nlls = torch.tensor([self._mean_nll(dataset, seed) for seed in samples], dtype=torch.float64)
-        return DEELBo(
+        de_elbo = DEELBo(
             nll=nlls.mean().item(),
             kl_backbone=float(posterior.kl.backbone),
             kl_head=float(posterior.kl.head),
@@ -308,6 +326,9 @@ class DEELBoTrainer(Trainer):
             num_examples=posterior.num_examples,
             nll_standard_error=(nlls.std() / math.sqrt(num_samples)).item() if num_samples > 1 else math.nan,
         )
+        if is_training_set:
+            posterior.de_elbo = de_elbo
+        return de_elbo
 
     @torch.no_grad()
     def _mean_nll(self, dataset: Any, seed: int) -> float:
@@ -344,9 +365,12 @@ class DEELBoTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """`Trainer`'s loop, at the posterior mean or (`num_eval_samples`) with averaged probabilities."""
-        if self.args.num_eval_samples:
-            self.recompute_batch_norm(self.args.num_eval_samples)
-        return super().evaluation_loop(*args, **kwargs)
+        num_samples = self.args.num_eval_samples
+        if num_samples:
+            self.recompute_batch_norm(num_samples)
+        output = super().evaluation_loop(*args, **kwargs)
+        self._evaluations["average" if num_samples else "mean"] = _Evaluation(output, num_samples)
+        return output
 
     def prediction_step(
         self,
@@ -435,6 +459,151 @@ class DEELBoTrainer(Trainer):
         if self.is_model_parallel:
             raise ValueError("model: it is spread over several devices; load it on one, without `device_map`.")
 
+    # ---- Sharing it ------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the posterior, for `GaussianPosterior.from_pretrained` and, its mean, for transformers; see `hub`."""
+        if not _internal_call:
+            self._prepare_to_share()
+        super().save_model(output_dir, _internal_call)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the posterior with its card to `output_dir`, and publish that as one commit of `hub_model_id`.
+
+        Args:
+            commit_message, blocking, token, revision: as for `Trainer`.
+            **kwargs: for `create_model_card`.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self._finish_current_push()
+        self._prepare_to_share()
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        return self._push_output_dir(commit_message, token=token, revision=revision, run_as_future=not blocking)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """A push in training: the same files as at its end, with the checkpoint if `hub_strategy` says so."""
+        args = self.args
+        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+            return
+        if not args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
+            return
+        self._finish_current_push()  # files must not change while they are uploaded
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        self._prepare_to_share()
+        self.save_model(_internal_call=True)
+        self.create_model_card()
+        checkpoint = Path(checkpoint_folder)
+        with_checkpoint = args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+        path_in_repo = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
+        also = {f"{path_in_repo}/{path.name}": path for path in checkpoint.iterdir()} if with_checkpoint else {}
+        job = self._push_output_dir(
+            f"Training in progress, step {self.state.global_step}", token=args.hub_token, also=also, run_as_future=True
+        )
+        self.push_in_progress = PushInProgress([job])
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if self.push_in_progress is not None:
+            for job in self.push_in_progress.jobs:
+                if (error := job.exception()) is not None:
+                    logger.warning(f"A push to {self.hub_model_id!r} failed and is not repeated: {error}")
+            self.push_in_progress = None
+
+    def _push_output_dir(self, commit_message: str, revision: str | None = None, **kwargs: Any) -> Any:
+        revision = self.args.hub_revision if revision is None else revision
+        return push_folder(
+            self.args.output_dir,
+            self.hub_model_id,
+            commit_message=commit_message,
+            private=self.args.hub_private_repo,
+            revision=revision,
+            **kwargs,
+        )
+
+    def _prepare_to_share(self) -> None:
+        """Whoever gets the posterior has no training inputs to compute batch-norm statistics from."""
+        if self.train_dataset is not None or self._elbo_dataset is not None:
+            self.recompute_batch_norm(self.args.num_saved_samples)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        finetuned_from: str | None = None,
+        dataset: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the posterior's card, `README.md` of `output_dir`; what users wrote there is kept.
+
+        Args:
+            language, license: as the Hub spells them.
+            finetuned_from: the base model, if the model does not tell it.
+            dataset: what it was trained on, an id on the Hub or a name.
+            **kwargs: any attribute of `model_card.PosteriorCardData`, or what `Trainer` knows and we do not.
+        """
+        if not self.is_world_process_zero():
+            return
+        if auto_class_of(self.model) is None:  # PEFT and plain modules; `from_pretrained` could not load it
+            super().create_model_card(language=language, license=license, finetuned_from=finetuned_from, **kwargs)
+            return
+        named = {
+            "language": language,
+            "license": license,
+            "base_model": finetuned_from,
+            "dataset_name": dataset[0] if isinstance(dataset, (list, tuple)) else dataset,
+        }
+        known = {part.name for part in fields(PosteriorCardData)}
+        given = {name: value for name, value in (kwargs | named).items() if value is not None and name in known}
+        save_card(self.args.output_dir, replace(self.card_data(), **given))
+
+    def card_data(self) -> PosteriorCardData:
+        """What the model card tells, as far as the trainer knows it."""
+        args, posterior, config = self.args, self.posterior, self.model.config
+        average = self._evaluations.get("average")
+        measured_on = next(iter(self._evaluations.values()), None)
+        return PosteriorCardData(
+            task=TASK_OF[auto_class_of(self.model)],
+            base_model=config.name_or_path or None,
+            base_model_revision=getattr(config, "_commit_hash", None),
+            num_classes=config.num_labels,
+            num_examples=posterior.num_examples,
+            num_test_examples=measured_on and measured_on.num_examples,
+            num_parameters=posterior.num_parameters,
+            prior=args.prior if self._given_prior is None else self._given_prior.config["kind"],
+            kappa=posterior.kappa,
+            lambda_=float(posterior.lambda_),
+            tau=float(posterior.tau),
+            sigma=float(posterior.sigma),
+            de_elbo=posterior.de_elbo and posterior.de_elbo.to_dict(),
+            metrics={name: evaluation.metrics for name, evaluation in self._evaluations.items()},
+            num_samples=average.num_samples if average else 0,
+            training={
+                "learning rate": args.learning_rate,
+                "sigma starts at": args.init_sigma,
+                "steps": self.state.global_step,
+                "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+                "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
+                "schedule": args.lr_scheduler_type.value,
+                "gradient norm clipped at": args.max_grad_norm,
+                "seed": args.seed,
+            },
+            versions={name: version(name) for name in ("hf-deelbo", "transformers", "torch", "datasets")},
+            repo_id=self.hub_model_id,
+        )
+
     # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint: str) -> None:
@@ -474,6 +643,19 @@ class DEELBoTrainer(Trainer):
             return False
         with safe_open(path, framework="pt") as file:
             return not set(file.keys()) <= self.model.state_dict().keys()
+
+
+class _Evaluation:
+    """Metrics of an evaluation, without the prefix of its dataset."""
+
+    NAMES = ("accuracy", "nll", "ece", "brier")
+
+    def __init__(self, output: EvalLoopOutput, num_samples: int):
+        found = {name.partition("_")[2]: value for name, value in output.metrics.items()}
+        if "loss" in found:  # it is the NLL
+            found.setdefault("nll", found["loss"])
+        self.metrics = {name: float(found[name]) for name in self.NAMES if name in found}
+        self.num_samples, self.num_examples = num_samples, output.num_samples
 
 
 class _Mapped:

@@ -28,9 +28,14 @@ def test_replaced_together_keeps_other_files_and_makes_folders(tmp_path):
 
 def test_when_the_body_raises_the_folder_is_as_it_was(tmp_path):
     (tmp_path / "x").write_text("old")
-    with pytest.raises(OSError, match="disk"), replaced_together(tmp_path) as new:
-        (new / "x").write_text("new")
-        raise OSError("no space left on the disk")
+
+    def save_on_a_full_disk():
+        with replaced_together(tmp_path) as new:
+            (new / "x").write_text("new")
+            raise OSError("no space left on the disk")
+
+    with pytest.raises(OSError, match="disk"):
+        save_on_a_full_disk()
     assert contents(tmp_path) == {"x": "old"}
     with pytest.raises(KeyboardInterrupt), replaced_together(tmp_path / "fresh"):
         raise KeyboardInterrupt
