@@ -4,10 +4,16 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers.utils.hub
+from huggingface_hub import close_session, constants, file_download, hf_api
+from huggingface_hub.utils import _http
+from loopback_hub import LoopbackHub
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -153,3 +159,25 @@ def assert_same() -> Callable:
             assert torch.equal(one[name], other[name]), name
 
     return check
+
+
+@pytest.fixture
+def loopback_hub(tmp_path, monkeypatch) -> Iterator[LoopbackHub]:
+    """A Hub inside this process; huggingface_hub and transformers use it, with an empty cache and without waits."""
+    with LoopbackHub() as hub:
+        for name, value in hub.env(tmp_path / "hf_home").items():
+            monkeypatch.setenv(name, value)
+        # the client reads its environment at import: read it again, as a new process would
+        for name, value in runpy.run_path(constants.__file__).items():
+            if name.isupper() and value != getattr(constants, name):
+                monkeypatch.setattr(constants, name, value)
+        # these hold the endpoint that they were made with
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.endpoint)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
+        # between attempts the client sleeps, 1 to 8 seconds each time
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+        # its open session knows the old proxies
+        close_session()
+        yield hub
+        close_session()
