@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -17,7 +18,9 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
     StrictDataclassError,
@@ -183,7 +186,12 @@ def fetch(
         config = hf_hub_download(name, kind.CONFIG_FILE, **options)
         if only_config:
             return Path(config).parent
-        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
+        folder = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
+        for file in kind.load(folder).sha256:
+            if not (folder / file).exists():  # without an answer of the Hub, a snapshot is what the cache has of it
+                with suppress(RemoteEntryNotFoundError):
+                    hf_hub_download(name, file, **options)
+        return folder
     except HFValidationError as error:
         raise FileNotFoundError(f"{name!r} is neither a folder nor an id on the Hub such as user/name.") from error
     except LocalEntryNotFoundError as error:
@@ -195,12 +203,12 @@ def fetch(
         raise InvalidFilesError(_missing(kind, name)) from error
     except RevisionNotFoundError as error:
         raise OSError(f"{name!r} has no revision {revision!r}; give a branch, a tag or a commit of it.") from error
-    except RepositoryNotFoundError as error:
-        raise OSError(
-            f"{name!r} is not on the Hub, or is private. Check the name; for a private one log in (`hf auth login`), "
-            "or pass `token`."
-        ) from error
-    except (HfHubHTTPError, ConnectionError, OSError) as error:
+    except (HTTPError, OSError) as error:
+        if isinstance(error, RepositoryNotFoundError) or _is_refusal(error):
+            raise OSError(
+                f"{name!r} is not on the Hub, or is private. Check the name; for a private one log in "
+                "(`hf auth login`), or pass `token`."
+            ) from error
         raise OSError(f"{name!r} could not be downloaded ({_first_line(error)}). Try again.") from error
 
 
@@ -248,15 +256,12 @@ def push_folder(
         )
     except HFValidationError as error:
         raise ValueError(f"repo_id: {repo_id!r} is no name for a repository ({_first_line(error)}).") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403, 404):
+    except (HTTPError, OSError, RuntimeError) as error:
+        if isinstance(error, RepositoryNotFoundError) or _is_refusal(error):
             raise PermissionError(
                 f"{repo_id!r} could not be pushed to ({_first_line(error)}). Log in with a token that may write there "
                 "(`hf auth login`), or pass `token`."
             ) from error
-        raise OSError(f"{repo_id!r}: the push failed, nothing was published ({_first_line(error)}).") from error
-    except (OSError, RuntimeError) as error:
         raise OSError(f"{repo_id!r}: the push failed, nothing was published ({_first_line(error)}).") from error
 
 
@@ -272,6 +277,10 @@ def _missing(kind: type[SavedConfig], where: str | os.PathLike) -> str:
         f"{os.fspath(where)!r} has no {kind.CONFIG_FILE}: it is no saved {kind.WHAT}. A plain model is loaded with "
         "transformers' `AutoModel...from_pretrained`."
     )
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
 
 
 def _refuse_constant(name: str) -> None:

@@ -516,7 +516,7 @@ class DEELBoTrainer(Trainer):
 
     def _finish_current_push(self) -> None:
         super()._finish_current_push()
-        if self.push_in_progress is not None:
+        if getattr(self, "push_in_progress", None) is not None:
             for job in self.push_in_progress.jobs:
                 if (error := job.exception()) is not None:
                     logger.warning(f"A push to {self.hub_model_id!r} failed and is not repeated: {error}")
