@@ -346,6 +346,13 @@ def channel_statistics(dataset: datasets.Dataset, image_column: str, disable_tqd
     return ChannelStatistics(tuple(mean.tolist()), tuple(std.tolist()))
 
 
+def check_images(dataset: datasets.Dataset, image_column: str, disable_tqdm: bool = False) -> None:
+    """Read every image once, so that a broken one is named before any training."""
+    rows = dataset.with_format(None).select_columns(image_column)
+    for index, row in enumerate(tqdm(rows, desc="Checking test images", disable=disable_tqdm, leave=False)):
+        decode_image(row[image_column], f"Test image {index}")
+
+
 def image_transform(
     size: int, statistics: ChannelStatistics, augment: bool, horizontal_flip: bool = True
 ) -> Callable[[Image.Image], torch.Tensor]:

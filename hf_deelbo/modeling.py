@@ -142,7 +142,8 @@ def load_mean(folder: str | os.PathLike, auto_class: str | None, trust_remote_co
 
 
 # weights that a package carries
-EMBEDDED_MODELS = {"efficientnet-lite0": load_efficientnet_lite0}
+EMBEDDED_MODEL = "efficientnet-lite0"
+EMBEDDED_MODELS = {EMBEDDED_MODEL: load_efficientnet_lite0}
 
 
 @contextmanager

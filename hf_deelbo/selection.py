@@ -70,6 +70,13 @@ class Selection:
     trials: tuple[Trial, ...]
     runs: float
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: J of a trial that diverged is null."""
+        content = asdict(self)
+        for trial in content["trials"]:
+            trial["de_elbo"] = trial["de_elbo"] if math.isfinite(trial["de_elbo"]) else None
+        return content
+
 
 # a trainer of the whole run for a candidate, that writes into the folder
 MakeTrainer = Callable[[Candidate, str], DEELBoTrainer]

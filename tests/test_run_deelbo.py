@@ -12,10 +12,19 @@ import pytest
 import torch
 import yaml
 from conftest import make_model
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification, BertTokenizerFast, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BertTokenizerFast,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
+from hf_deelbo import GaussianPosterior
 from hf_deelbo.data import decode_image
 from hf_deelbo.selection import Candidate
 
@@ -62,12 +71,12 @@ def run(script, monkeypatch, *arguments: str) -> None:
 
 class TestArguments:
     def test_without_any_it_is_the_embedded_demonstration(self, script):
-        model, data, run, config = script.parse_arguments(["--use_cpu"])
+        model, data, run, config = script.parse(["--use_cpu"])
         assert (model.model_name_or_path, data.dataset_name, data.train_size) == ("efficientnet-lite0", "digits", 100)
         assert (config.prior, config.kappa, run.selection, run.compare_elbo) == ("l2-sp", "auto", "halving", True)
 
     def test_what_is_given_goes_before_a_preset(self, script):
-        _, data, run, config = script.parse_arguments(
+        _, data, run, config = script.parse(
             ["--preset", "paper", "--dataset_name", "cifar10", "--max_steps", "7", "--selection=halving", "--use_cpu"]
         )
         assert (config.max_steps, run.selection, data.image_size) == (7, "halving", 224)
@@ -78,7 +87,7 @@ class TestArguments:
         settings = {"dataset_name": "cifar10", "learning_rates": [0.1, 0.01], "kappa": 2, "use_cpu": True}
         path = tmp_path / f"run.{suffix}"
         path.write_text((json.dumps if suffix == "json" else yaml.safe_dump)(settings))
-        _, data, run, config = script.parse_arguments([str(path)])
+        _, data, run, config = script.parse([str(path)])
         assert (data.dataset_name, run.learning_rates, config.kappa) == ("cifar10", [0.1, 0.01], 2.0)
 
     @pytest.mark.parametrize(
@@ -87,11 +96,11 @@ class TestArguments:
     )
     def test_unknown_names(self, script, arguments, message):
         with pytest.raises(ValueError, match=message):
-            script.parse_arguments([*arguments, "--use_cpu"])
+            script.parse([*arguments, "--use_cpu"])
 
 
 def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
-    arguments = script.parse_arguments(
+    arguments = script.parse(
         [
             *("--preset", "paper", "--dataset_name", shades, "--train_size", "15", "--subset_seed", "2001"),
             *("--model_name_or_path", tiny_vit, "--output_dir", str(tmp_path / "outputs"), "--use_cpu"),
@@ -102,17 +111,17 @@ def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
     assert (run.selection, run.learning_rates, run.init_sigmas) == ("full", [0.1, 0.01, 0.001, 0.0001], [1e-4])
     assert (config.max_steps, config.num_elbo_samples, config.num_eval_samples) == (6000, 10, 0)
 
-    task = script.Task(arguments)
-    assert sorted(task.data.train["label"]) == [0] * 5 + [1] * 5 + [2] * 5
-    pixels = [np.asarray(decode_image(value)) for value in task.data.train["image"]]
+    task = script.Run(arguments).task
+    assert sorted(task.rows.train["label"]) == [0] * 5 + [1] * 5 + [2] * 5
+    pixels = [np.asarray(decode_image(value)) for value in task.rows.train["image"]]
     pixels = np.concatenate([p.reshape(-1, 3) for p in pixels]) / 255
     np.testing.assert_allclose(task.preprocessing["mean"], pixels.mean(0), rtol=1e-9)
     np.testing.assert_allclose(task.preprocessing["std"], pixels.std(0), rtol=1e-9)
     assert task.test[0]["pixel_values"].shape == task.train[0]["pixel_values"].shape == (3, 224, 224)
 
     data.image_size = 8  # for the tiny model
-    task = script.Task(arguments)
-    trainer = task.make_trainer(Candidate(0.1, 1e-4), str(tmp_path / "run"))
+    config.output_dir = str(tmp_path / "tiny")
+    trainer = script.Run(arguments).make_trainer(Candidate(0.1, 1e-4), str(tmp_path / "run"))
     assert (trainer.posterior.kappa, trainer.posterior.num_examples) == (trainer.posterior.num_parameters / 15, 15)
     assert trainer.args.per_device_train_batch_size == 15  # min(128, N)
     trainer.create_optimizer_and_scheduler(6000)
@@ -148,12 +157,25 @@ class TestRuns:
         saved = load_file(outputs / "posterior" / "posterior.safetensors")
         assert learned["lambda_"] == pytest.approx(saved["lambda_"].item())
         model = AutoModelForImageClassification.from_pretrained(outputs / "posterior").eval()
-        task = script.Task(script.parse_arguments([*arguments, "--use_cpu"]))
+        model_arguments, data_arguments, *_ = script.parse([*arguments, "--use_cpu"])
+        task = script.Task(model_arguments, data_arguments)
         batch = torch.stack([row["pixel_values"] for row in task.test])
         labels = torch.tensor(task.test.with_format(None)["labels"][:])
         nll = torch.nn.functional.cross_entropy(model(pixel_values=batch).logits, labels).item()
         assert learned["test"]["mean"]["nll"] == pytest.approx(nll, rel=1e-4)
-        figures = {path.name for path in (outputs / "figures").iterdir()}
+        images = [decode_image(value) for value in task.rows.test["image"]]
+        processor = AutoImageProcessor.from_pretrained(outputs / "posterior")
+        torch.testing.assert_close(processor(images, return_tensors="pt")["pixel_values"], batch, rtol=0, atol=1e-6)
+        posterior = GaussianPosterior.from_pretrained(outputs / "posterior")
+        averaged = posterior.predict_proba({"pixel_values": batch}, num_samples=3)
+        nll = torch.nn.functional.nll_loss(averaged.log(), labels).item()
+        assert learned["test"]["average"]["nll"] == pytest.approx(nll, rel=1e-4)
+        card = ModelCard.load(outputs / "posterior" / "README.md")
+        values = {result.metric_name: result.metric_value for result in card.data.eval_results}
+        assert values["NLL (posterior mean)"] == pytest.approx(learned["test"]["mean"]["nll"], rel=1e-3)
+        assert "figures/elbo_comparison.png" in card.text
+        assert str(tmp_path) not in str(card)
+        figures = {path.name for path in (outputs / "posterior" / "figures").iterdir()}
         assert figures == {f"{n}.{s}" for n in ("training", "reliability", "elbo_comparison") for s in ("png", "json")}
         assert metrics["selection"]["runs"] <= 1.6
 
@@ -165,6 +187,63 @@ class TestRuns:
 
         with pytest.raises(ValueError, match=r"output_dir: .* holds a run with another kappa"):
             run(script, monkeypatch, *arguments, "--kappa", "3")
+
+    def test_stopped_by_the_user_it_says_how_to_go_on(self, script, shades, tiny_vit, tmp_path, monkeypatch, capsys):
+        arguments = [
+            *("--dataset_name", shades, "--model_name_or_path", tiny_vit, "--image_size", "8", "--train_size", "15"),
+            *("--max_steps", "6", "--save_strategy", "steps", "--save_steps", "2"),
+            *("--output_dir", str(tmp_path / "outputs")),
+        ]
+
+        class PressCtrlC(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 4:
+                    raise KeyboardInterrupt
+
+        make_trainer = script.Run.make_trainer
+
+        def make_interrupted(*args, **kwargs):
+            trainer = make_trainer(*args, **kwargs)
+            trainer.add_callback(PressCtrlC())
+            return trainer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(script.Run, "make_trainer", make_interrupted)
+            with pytest.raises(SystemExit, match="130"):
+                run(script, patch, *arguments)
+        assert "the same command goes on" in capsys.readouterr().out
+        assert list((tmp_path / "outputs" / "selection").glob("*/checkpoint-4"))
+        run(script, monkeypatch, *arguments)
+        assert "Learned from 15 examples" in capsys.readouterr().out
+
+    def test_a_posterior_is_the_prior_of_the_next_run(self, script, shades, tiny_vit, tmp_path, monkeypatch):
+        first, second = str(tmp_path / "first"), str(tmp_path / "second")
+        common = ("--dataset_name", shades, "--image_size", "8", "--train_size", "15", "--max_steps", "4")
+        run(script, monkeypatch, *common, "--model_name_or_path", tiny_vit, "--output_dir", first)
+        prior = ("--prior", "posterior", "--prior_name_or_path", f"{first}/posterior")
+        run(script, monkeypatch, *common, *prior, "--output_dir", second)
+        earlier = GaussianPosterior.from_pretrained(f"{first}/posterior")
+        later = GaussianPosterior.from_pretrained(f"{second}/posterior")
+        for name, mean in later.prior.mean.items():
+            assert torch.equal(mean, earlier.backbone[name]), name
+
+    def test_a_broken_test_image_is_named_before_training(self, script, shades, tiny_vit, tmp_path, monkeypatch):
+        for split in ("train", "test"):
+            for label in ("dark", "bright"):
+                (tmp_path / split / label).mkdir(parents=True)
+                for index in range(4):
+                    Image.new("RGB", (9, 9), label.replace("bright", "white").replace("dark", "black")).save(
+                        tmp_path / split / label / f"{index}.png"
+                    )
+        (tmp_path / "test" / "dark" / "2.png").write_bytes(b"\x89PNG not an image")
+        with pytest.raises(ValueError, match=r"2\.png is broken"):
+            run(
+                script,
+                monkeypatch,
+                *("--train_dir", str(tmp_path / "train"), "--validation_dir", str(tmp_path / "test")),
+                *("--model_name_or_path", tiny_vit, "--output_dir", str(tmp_path / "outputs")),
+            )
+        assert not (tmp_path / "outputs" / "selection").exists()
 
     def test_a_folder_with_something_else_in_it(self, script, shades, tiny_vit, tmp_path, monkeypatch):
         (tmp_path / "outputs").mkdir()

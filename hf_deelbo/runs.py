@@ -1,0 +1,241 @@
+"""What the scripts in `examples/` share: arguments, the task that they describe, and the folder of a run."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import (
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    HfArgumentParser,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
+
+from .data import (
+    EMBEDDED_DATASET,
+    as_images,
+    as_tokens,
+    channel_statistics,
+    check_images,
+    image_processor,
+    image_transform,
+    load_data,
+)
+from .files import write_json
+from .metrics import compute_metrics
+from .modeling import EMBEDDED_MODEL, load_classifier
+
+RUN_CONFIG = "run_config.json"
+
+
+@dataclass
+class ModelArguments:
+    """Which model to fine-tune."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": f"{EMBEDDED_MODEL} (embedded, the default), an id on the Hub or a folder."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    token: str | None = field(default=None, metadata={"help": "Access token of the Hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+
+
+@dataclass
+class DataArguments:
+    """What to learn from."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "digits (embedded), cifar10, oxford-iiit-pet, an id on the Hub or a folder."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "The dataset's configuration."})
+    train_dir: str | None = field(default=None, metadata={"help": "A folder with a folder of images per class."})
+    validation_dir: str | None = field(default=None, metadata={"help": "The same, of test images."})
+    image_column_name: str | None = field(default=None, metadata={"help": "The column of images or texts."})
+    label_column_name: str | None = field(default=None, metadata={"help": "The column of labels."})
+    train_size: int | None = field(default=None, metadata={"help": "Size of a class-balanced subset to train on."})
+    subset_seed: int = field(default=1001, metadata={"help": "Decides the subset."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "At most so many test rows."})
+    image_size: int | None = field(default=None, metadata={"help": "Pixels of the crop; default is 224."})
+    horizontal_flip: bool = field(default=True, metadata={"help": "Mirror half of the images in training."})
+    max_seq_length: int = field(default=128, metadata={"help": "Tokens of a text; more are cut off."})
+
+
+def parse_arguments(
+    kinds: Sequence[type],
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any],
+    demo: Mapping[str, Any],
+    presets: Mapping[str, Mapping[str, Any]],
+    output_dir: str,
+) -> tuple[Any, ...]:
+    """Dataclasses from the command line, or from a JSON or YAML file as the only argument.
+
+    What is not given there comes from the preset that `--preset` names, from `demo` if no dataset is given, from
+    `defaults`, or from the dataclass, in this order.
+
+    Args:
+        kinds: the dataclasses, `DataArguments` and a `TrainingArguments` among them.
+        argv: the command line, without the script's name.
+        defaults, demo, presets: values of fields, by name.
+        output_dir: where to write, if that is not given.
+    """
+    parser = HfArgumentParser(kinds)
+    if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
+        content = yaml.safe_load(_text_of(argv[0]))  # JSON is YAML
+        parsed = parser.parse_dict(content)
+        given = set(content)
+    else:
+        parsed = parser.parse_args_into_dataclasses(list(argv))
+        given = {argument[2:].split("=")[0] for argument in argv if argument.startswith("--")}
+    of_kind = {type(arguments): arguments for arguments in parsed}
+    data = of_kind[DataArguments]
+    chosen = {"output_dir": output_dir, **defaults}
+    if data.dataset_name is None and data.train_dir is None:
+        data.dataset_name = EMBEDDED_DATASET
+        chosen |= demo
+    preset = next((arguments.preset for arguments in parsed if getattr(arguments, "preset", None)), None)
+    if preset is not None:
+        if preset not in presets:
+            raise ValueError(f"preset: unknown preset {preset!r}; there is {', '.join(presets)}.")
+        chosen |= presets[preset]
+    for name, value in chosen.items():
+        for arguments in parsed:
+            if hasattr(arguments, name) and name not in given:
+                setattr(arguments, name, value)
+    return parsed
+
+
+def claim_output_dir(arguments: Sequence[Any]) -> Path:
+    """The output folder, with the run's arguments in it, without the token; a folder of another run is refused."""
+    settings = {}
+    for part in arguments:
+        settings |= part.to_dict() if isinstance(part, TrainingArguments) else asdict(part)
+    content = {name: value for name, value in settings.items() if value is not None and "token" not in name}
+    folder = Path(settings["output_dir"])
+    file = folder / RUN_CONFIG
+    if file.exists():
+        earlier = json.loads(file.read_text())
+        different = sorted(k for k in earlier.keys() | content.keys() if earlier.get(k) != content.get(k))
+        if different:
+            raise ValueError(
+                f"output_dir: {folder} holds a run with another {different[0]} ({earlier.get(different[0])}). Choose "
+                "another folder, or remove it."
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"output_dir: {folder} is not empty and holds no run of this script. Choose another folder.")
+    if any(isinstance(part, TrainingArguments) and part.process_index == 0 for part in arguments):
+        write_json(file, content)
+    return folder
+
+
+class Task:
+    """A dataset as inputs of a model: what a trainer needs beside its own arguments.
+
+    Args:
+        model: which model.
+        data: which dataset.
+        disable_tqdm: no progress bars.
+
+    Attributes:
+        train, unaugmented, test: rows of model inputs; the second is `train` without augmentation.
+        processing_class: the image processor or tokenizer, to be saved with the model.
+        preprocessing: what was done to the inputs, in numbers.
+    """
+
+    def __init__(self, model: ModelArguments, data: DataArguments, disable_tqdm: bool = False):
+        self.model, self.arguments, self.disable_tqdm = model, data, disable_tqdm
+        rows = load_data(
+            data.dataset_name,
+            data.dataset_config_name,
+            train_dir=data.train_dir,
+            validation_dir=data.validation_dir,
+            input_column=data.image_column_name,
+            label_column=data.label_column_name,
+            train_size=data.train_size,
+            subset_seed=data.subset_seed,
+            cache_dir=model.cache_dir,
+            token=model.token,
+        )
+        if data.max_eval_samples is not None:
+            rows = replace(rows, test=rows.test.select(range(min(data.max_eval_samples, len(rows.test)))))
+        self.rows = rows
+        if rows.kind == "image":
+            self._prepare_images()
+        else:
+            self._prepare_texts()
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, in the order of their labels."""
+        return self.rows.class_names
+
+    @property
+    def dataset_name(self) -> str:
+        """As the user gave it."""
+        return self.arguments.dataset_name or self.arguments.train_dir
+
+    def load_model(self, seed: int) -> PreTrainedModel:
+        """The pretrained model, with a new head drawn from `seed`."""
+        set_seed(seed)
+        return load_classifier(
+            self.model.model_name_or_path,
+            self.class_names,
+            self.rows.kind,
+            revision=self.model.model_revision,
+            token=self.model.token,
+            cache_dir=self.model.cache_dir,
+            trust_remote_code=self.model.trust_remote_code,
+        )
+
+    @cached_property
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a `Trainer`."""
+        return {
+            "train_dataset": self.train,
+            "eval_dataset": self.test,
+            "processing_class": self.processing_class,
+            "data_collator": DataCollatorWithPadding(self.processing_class) if self.rows.kind == "text" else None,
+            "compute_metrics": compute_metrics,
+        }
+
+    def configure(self, config: TrainingArguments) -> None:
+        """Set what the rows need: their columns are read by a transform, which `Trainer` does not know of."""
+        config.remove_unused_columns = False
+        config.dataloader_pin_memory &= config.device.type != "cpu"
+
+    def _prepare_images(self) -> None:
+        rows, size = self.rows, self.arguments.image_size or 224
+        statistics = channel_statistics(rows.train, rows.inputs, disable_tqdm=self.disable_tqdm)
+        check_images(rows.test, rows.inputs, disable_tqdm=self.disable_tqdm)
+        flip = self.arguments.horizontal_flip
+        augmented = image_transform(size, statistics, augment=True, horizontal_flip=flip)
+        plain = image_transform(size, statistics, augment=False)
+        self.train = as_images(rows.train, rows.inputs, rows.label, augmented)
+        self.unaugmented = as_images(rows.train, rows.inputs, rows.label, plain)
+        self.test = as_images(rows.test, rows.inputs, rows.label, plain)
+        self.processing_class = image_processor(size, statistics)
+        self.preprocessing = {"image_size": size, "horizontal_flip": flip, **asdict(statistics)}
+
+    def _prepare_texts(self) -> None:
+        rows, model, length = self.rows, self.model, self.arguments.max_seq_length
+        self.processing_class = AutoTokenizer.from_pretrained(
+            model.model_name_or_path, revision=model.model_revision, token=model.token, cache_dir=model.cache_dir
+        )
+        self.train = self.unaugmented = as_tokens(rows.train, rows.inputs, rows.label, self.processing_class, length)
+        self.test = as_tokens(rows.test, rows.inputs, rows.label, self.processing_class, length)
+        self.preprocessing = {"max_seq_length": length}
+
+
+def _text_of(path: str) -> str:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"There is no file {path!r} to read arguments from.")
+    return Path(path).read_text(encoding="utf-8")
