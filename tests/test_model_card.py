@@ -442,7 +442,7 @@ def test_of_a_path_no_more_than_the_last_folder_is_shown(path):
 @pytest.mark.parametrize(
     "path", [path for path in PATHS if path.startswith(("/", "\\", "C:", "file:", "~/", "./", "../", "~alice/"))]
 )
-@pytest.mark.parametrize("text", ["{}", "resumed from {}", "from={}", 'from "{}'])
+@pytest.mark.parametrize("text", ["{}", "resumed from {}", "from={}", "from:{}", 'from "{}'])
 def test_paths_inside_settings_are_shortened_too(path, text):
     value = text.format(path)
     settings = {"start": value, "list": [value, Path(path)], "nested": {"folder": value}, value: "a key"}
