@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -230,6 +231,7 @@ class _Markdown(str):
     """Text that goes into a template as it is; any other text is escaped."""
 
 
+@cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("hf_deelbo"),
@@ -448,10 +450,10 @@ def _last_folder(path: str) -> str:
     return folders[-1]
 
 
-# where a path of a machine begins inside a text: /x, //x, \\x, C:\x, ~/x, ../x, file:...
+# where a path of a machine begins inside a text: C:\x, ~/x, ../x, /x, \\x, file:..., but not the // of a web address
 _PATH = re.compile(
     r"\bfile:|\b[A-Za-z]:[/\\](?!/)|(?<!\w)~[\w.-]*[/\\]|(?<![\w.])\.{1,2}[/\\]"
-    r"|(?<![\w.:/\\)\]}+*-])[/\\]+(?=\S)|(?<=:)/(?![/\s])"
+    r"|(?<![\w./\\)\]}+*-])(?<!http:)(?<!https:)[/\\]+(?=\S)"
 )
 
 
