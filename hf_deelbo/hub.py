@@ -34,10 +34,15 @@ from .files import WORKING_FOLDERS, finish_interrupted, sha256_of, write_json
 logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 1
-LIBRARIES = ("hf-deelbo", "transformers", "torch", "safetensors", "huggingface-hub")
+LIBRARIES = ("hf-deelbo", "transformers", "torch", "datasets", "safetensors", "huggingface-hub")
 # what a run leaves beside a posterior: pickles, logs, checkpoints
 UNPUBLISHED = (*WORKING_FOLDERS, ".*", "_*", "checkpoint-*", "runs", "*.bin", "*.pt", "*.pth", "*.pkl")
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+def library_versions() -> dict[str, str]:
+    """What is installed of `LIBRARIES`."""
+    return {name: version(name) for name in LIBRARIES}
 
 
 class InvalidFilesError(ValueError):
@@ -60,7 +65,7 @@ class SavedConfig:
     WHAT: ClassVar[str]
 
     sha256: dict[str, str]
-    library_versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
+    library_versions: dict[str, str] = field(default_factory=library_versions)
     format_version: int = FORMAT_VERSION
 
     def save(self, folder: str | os.PathLike) -> None:

@@ -127,6 +127,21 @@ def save_card(folder: str | os.PathLike, data: PosteriorCardData) -> Path:
     return file
 
 
+def name_repository(folder: str | os.PathLike, repo_id: str) -> None:
+    """In a card that was written before its repository had a name, make the snippets load from `repo_id`.
+
+    A card that someone edited is left as it is.
+    """
+    file = Path(folder) / CARD_FILE
+    content = _read(file) if file.exists() else ""
+    mark = _MARKED.search(content)
+    if mark and _is_as_generated(mark) and _has_form_of_hub_id(repo_id):
+        body = mark["body"].replace(UNKNOWN_REPOSITORY, repo_id)
+        of_body = _digest(body.replace("\r\n", "\n").strip())
+        renamed = mark[0].replace(mark["body"], body).replace(mark["of_body"], of_body, 1)
+        write_whole(file, content[: mark.start()] + renamed + content[mark.end() :])
+
+
 def _check(data: PosteriorCardData) -> None:
     if data.task not in TASK_OF.values():
         raise ValueError(f"task: unknown task {data.task!r}; choose one of {', '.join(TASK_OF.values())}.")
@@ -500,6 +515,10 @@ def _marked(body: str, metadata: Mapping[str, Any]) -> str:
     )
 
 
+def _is_as_generated(mark: re.Match) -> bool:
+    return _digest(mark["body"].replace("\r\n", "\n").strip()) == mark["of_body"]
+
+
 def _digest(value: Any) -> str:
     text = value if isinstance(value, str) else yaml_dump(value)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -527,7 +546,7 @@ def _merged(earlier: str, card: ModelCard, file: Path) -> str:
     new_mark = _MARKED.search(new_text)
     if not text.strip():
         text = new_text
-    elif mark and _digest(mark["body"].replace("\r\n", "\n").strip()) == mark["of_body"]:
+    elif mark and _is_as_generated(mark):
         text = text[: mark.start()] + new_mark[0] + text[mark.end() :]
     elif mark:  # edited: only the comment changes, which must know the new metadata
         text = text[: mark.start("of_metadata")] + new_mark["of_metadata"] + text[mark.end("of_metadata") :]

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,8 +17,9 @@ from torch.nn.functional import softplus
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_cores
 from .files import replaced_together
-from .hub import fetch, push_folder
-from .modeling import auto_class_of, in_eval_mode
+from .hub import fetch, library_versions, public_name, push_folder
+from .model_card import PosteriorCardData, save_card
+from .modeling import TASK_OF, auto_class_of, in_eval_mode
 from .noise import add_noise_to_block_
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
@@ -379,6 +381,25 @@ class GaussianPosterior:
                 processing_class.save_pretrained(new)
             write_posterior(self, new)
 
+    def card_data(self) -> PosteriorCardData:
+        """What a model card tells of it."""
+        config = self.model.config
+        return PosteriorCardData(
+            task=TASK_OF[auto_class_of(self.model)],
+            base_model=config.name_or_path or None,
+            base_model_revision=getattr(config, "_commit_hash", None),
+            num_classes=config.num_labels,
+            num_examples=self.num_examples,
+            num_parameters=self.num_parameters,
+            prior=self.prior.config["kind"],
+            kappa=self.kappa,
+            lambda_=float(self.lambda_),
+            tau=float(self.tau),
+            sigma=float(self.sigma),
+            de_elbo=self.de_elbo and self.de_elbo.to_dict(),
+            versions=library_versions(),
+        )
+
     def push_to_hub(
         self,
         repo_id: str,
@@ -390,12 +411,13 @@ class GaussianPosterior:
         revision: str | None = None,
         create_pr: bool = False,
     ) -> CommitInfo:
-        """Save it and publish that as one commit of a repository on the Hub; see `hub.push_folder`.
+        """Save it with a model card and publish that as one commit of a repository on the Hub; see `hub.push_folder`.
 
-        `DEELBoTrainer.push_to_hub` does so with a model card.
+        `DEELBoTrainer.push_to_hub` does so with a card that also tells of the training and the test.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, processing_class)
+            save_card(folder, replace(self.card_data(), repo_id=public_name(repo_id)))
             return push_folder(
                 folder,
                 repo_id,

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from .data import class_balanced_indices, column_of_labels
 from .files import finish_interrupted, replaced_together
 from .hub import push_folder
 from .model_card import PosteriorCardData, save_card
-from .modeling import TASK_OF, auto_class_of, head_parameter_names, in_eval_mode
+from .modeling import auto_class_of, head_parameter_names, in_eval_mode
 from .objective import DEELBo, training_loss
 from .posterior import GaussianPosterior
 from .posterior_files import read_state, write_posterior
@@ -571,25 +570,16 @@ class DEELBoTrainer(Trainer):
 
     def card_data(self) -> PosteriorCardData:
         """What the model card tells, as far as the trainer knows it."""
-        args, posterior, config = self.args, self.posterior, self.model.config
+        args = self.args
         average = self._evaluations.get("average")
         measured_on = next(iter(self._evaluations.values()), None)
-        return PosteriorCardData(
-            task=TASK_OF[auto_class_of(self.model)],
-            base_model=config.name_or_path or None,
-            base_model_revision=getattr(config, "_commit_hash", None),
-            num_classes=config.num_labels,
-            num_examples=posterior.num_examples,
-            num_test_examples=measured_on and measured_on.num_examples,
-            num_parameters=posterior.num_parameters,
-            prior=args.prior if self._given_prior is None else self._given_prior.config["kind"],
-            kappa=posterior.kappa,
-            lambda_=float(posterior.lambda_),
-            tau=float(posterior.tau),
-            sigma=float(posterior.sigma),
-            de_elbo=posterior.de_elbo and posterior.de_elbo.to_dict(),
+        data = self.posterior.card_data()
+        return replace(
+            data,
+            prior=args.prior if self._given_prior is None else data.prior,
             metrics={name: evaluation.metrics for name, evaluation in self._evaluations.items()},
             num_samples=average.num_samples if average else 0,
+            num_test_examples=measured_on and measured_on.num_examples,
             training={
                 "learning rate": args.learning_rate,
                 "sigma starts at": args.init_sigma,
@@ -600,7 +590,6 @@ class DEELBoTrainer(Trainer):
                 "gradient norm clipped at": args.max_grad_norm,
                 "seed": args.seed,
             },
-            versions={name: version(name) for name in ("hf-deelbo", "transformers", "torch", "datasets")},
             repo_id=self.hub_model_id,
         )
 

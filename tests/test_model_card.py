@@ -25,7 +25,7 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from hf_deelbo import GaussianPosterior
-from hf_deelbo.model_card import PosteriorCardData, render_card, save_card
+from hf_deelbo.model_card import PosteriorCardData, name_repository, render_card, save_card
 
 D = 3_383_818
 DIGITS = PosteriorCardData(
@@ -356,7 +356,7 @@ def snippets(card: ModelCard, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "auto_class"), [("image", AutoModelForImageClassification), ("text", AutoModelForSequenceClassification)]
 )
-def test_the_snippets_run(kind, auto_class, request, monkeypatch):
+def test_the_snippets_run(kind, auto_class, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     card = render_card(replace(DIGITS, task=f"{kind}-classification", repo_id="someone/else", num_samples=4))
     without_package, with_package = snippets(card, folder)
@@ -374,20 +374,32 @@ def test_the_snippets_run(kind, auto_class, request, monkeypatch):
         assert score == pytest.approx(expected[model.config.label2id[label]].item(), abs=1e-5)
     assert max(shown.values()) == pytest.approx(expected.max().item(), abs=1e-5)
 
-    def from_pretrained(name):
-        loaded = auto_class.from_pretrained(name)
-        head = [name for name, _ in loaded.named_parameters() if name.startswith("classifier")]
-        return GaussianPosterior(loaded, head, init_sigma=0.5)
-
-    monkeypatch.setattr(GaussianPosterior, "from_pretrained", from_pretrained, raising=False)
+    head = [name for name, _ in model.named_parameters() if name.startswith("classifier")]
+    posterior, average = GaussianPosterior(model, head, init_sigma=0.5), 0
+    posterior.save_pretrained(folder)
     exec(compile(with_package, "with", "exec"), {"print": printed.append})
-    posterior, average = from_pretrained(folder), 0
-    posterior.model.eval()
     for seed in range(4):
         with torch.no_grad(), posterior.sampled(seed):
             average = average + posterior.model(**inputs).logits.softmax(-1) / 4
     torch.testing.assert_close(printed[1], average, rtol=1e-4, atol=1e-5)
     assert (average - expected).abs().max() > 1e-3
+
+
+def test_a_card_gets_the_name_of_its_repository_later(tmp_path):
+    save_card(tmp_path, DIGITS)
+    name_repository(tmp_path, "alice/digits")
+    save_card(tmp_path / "expected", replace(DIGITS, repo_id="alice/digits"))
+    text = (tmp_path / "README.md").read_text()
+    assert (
+        text.partition("# efficientnet")[2]
+        == (tmp_path / "expected" / "README.md").read_text().partition("# efficientnet")[2]
+    )
+    save_card(tmp_path, replace(DIGITS, sigma=0.123))  # it still counts as generated
+    assert "1.23e-01" in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text.replace("An image classifier", "My classifier"))
+    edited = (tmp_path / "README.md").read_text()
+    name_repository(tmp_path, "bob/other")
+    assert (tmp_path / "README.md").read_text() == edited
 
 
 def test_without_a_repository_the_snippets_name_a_folder():

@@ -1,0 +1,168 @@
+"""The command `hf-deelbo`: look at a saved posterior, predict with it, publish it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from tqdm.auto import tqdm
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.utils import logging
+
+from .batch_norm import batch_norm_layers
+from .hub import fetch, push_folder
+from .model_card import name_repository
+from .modeling import AUTO_CLASSES, TASK_OF
+from .posterior import GaussianPosterior
+from .posterior_files import PosteriorConfig
+
+DEFAULT_NUM_SAMPLES = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 1 after an error, which it prints."""
+    arguments = _parser().parse_args(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        for line in arguments.run(arguments):
+            print(line)
+    except (ValueError, OSError) as error:
+        print(f"hf-deelbo {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def info(arguments: argparse.Namespace) -> Iterator[str]:
+    """What a posterior is, from its small JSON file alone."""
+    config = PosteriorConfig.load(fetch(arguments.repo, PosteriorConfig, only_config=True, **_hub_options(arguments)))
+    kinds = {
+        "l2-zero": "N(0, lambda I)",
+        "l2-sp": "N(pretrained weights, lambda I)",
+        "ptyl": "N(mean of the source task, lambda Sigma), Sigma of low rank",
+    }
+    kind = config.prior.get("kind")
+    rows = {
+        "task": TASK_OF.get(AUTO_CLASSES.get(config.auto_class), "unknown"),
+        "base model": config.base_model,
+        "prior": f"{kind}: {kinds[kind]} of the backbone, N(0, tau I) of the head" if kind in kinds else kind,
+        "D, parameters": f"{config.num_parameters:,}",
+        "N, training examples": config.num_examples and f"{config.num_examples:,}",
+        "kappa": config.kappa and f"{config.kappa:.6g}",
+        "lambda": f"{config.lambda_:.4g}",
+        "tau": f"{config.tau:.4g}",
+        "sigma": f"{config.sigma:.4g}",
+        "J": config.de_elbo and f"{config.de_elbo['de_elbo']:.6g}",
+        "J per parameter": config.de_elbo and f"{config.de_elbo['de_elbo'] / config.num_parameters:.4f}",
+        "weight samples with batch-norm statistics": len(config.sample_seeds) or None,
+        "written with": ", ".join(f"{name} {number}" for name, number in config.library_versions.items()),
+    }
+    known = {name: value for name, value in rows.items() if value is not None}
+    width = max(len(name) for name in known)
+    for name, value in known.items():
+        yield f"{name:{width}}  {value}"
+
+
+def predict(arguments: argparse.Namespace) -> Iterator[str]:
+    """Class probabilities of images (or texts), averaged over weight samples, with their spread."""
+    folder = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
+    posterior = GaussianPosterior.from_pretrained(folder)
+    prepare = _preparation(folder, TASK_OF[AUTO_CLASSES[PosteriorConfig.load(folder).auto_class]])
+    num_samples = _num_samples(posterior, arguments.num_samples)
+    inputs = [(item, prepare(item)) for item in arguments.inputs]  # a bad one is told before the first answer
+    yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
+    for item, prepared in tqdm(inputs, disable=len(inputs) < 2 or not sys.stderr.isatty(), leave=False):
+        probabilities = posterior.predict_proba(prepared, num_samples)[0]
+        spread = posterior.sample_proba(prepared, num_samples)[:, 0].std(0) if num_samples > 1 else None
+        yield item
+        for index in probabilities.topk(min(arguments.top_k, len(probabilities))).indices.tolist():
+            share = f"{probabilities[index]:>11.4f}"
+            spread_of_it = "" if spread is None else f"  {spread[index]:>9.4f}"
+            yield f"{share}{spread_of_it}  {posterior.model.config.id2label[index]}"
+    how = f"averaged over {num_samples} weight samples" if num_samples else "at the posterior mean"
+    yield f"({how})"
+
+
+def push(arguments: argparse.Namespace) -> Iterator[str]:
+    """Publish a folder that holds a whole posterior; nothing is sent if it does not."""
+    GaussianPosterior.from_pretrained(_existing_folder(arguments.folder))
+    name_repository(arguments.folder, arguments.repo)
+    commit = push_folder(
+        arguments.folder,
+        arguments.repo,
+        commit_message=arguments.commit_message,
+        private=arguments.private or None,
+        token=arguments.token,
+        revision=arguments.revision,
+        create_pr=arguments.create_pr,
+    )
+    yield f"Published: {commit.pr_url or commit.commit_url}"
+
+
+def _preparation(folder: os.PathLike, task: str) -> Any:
+    if task == "text-classification":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return lambda text: tokenizer(text, truncation=True, return_tensors="pt")
+    if not os.path.isfile(os.path.join(folder, "preprocessor_config.json")):
+        raise ValueError(f"{folder}: there is no preprocessor_config.json, so it is not known how to prepare images.")
+    processor = AutoImageProcessor.from_pretrained(folder)
+
+    def prepare(path: str) -> dict[str, torch.Tensor]:
+        try:
+            with Image.open(path) as image:
+                return processor(image.convert("RGB"), return_tensors="pt")
+        except FileNotFoundError as error:
+            raise ValueError(f"There is no image {path!r}.") from error
+        except (UnidentifiedImageError, OSError) as error:
+            raise ValueError(f"{path!r} cannot be read as an image ({error}).") from error
+
+    return prepare
+
+
+def _num_samples(posterior: GaussianPosterior, wanted: int | None) -> int:
+    """As many as asked for; by default as many as can be evaluated rightly."""
+    if wanted is not None:
+        return wanted
+    return len(posterior.sample_statistics) if batch_norm_layers(posterior.model) else DEFAULT_NUM_SAMPLES
+
+
+def _existing_folder(folder: str) -> str:
+    if not os.path.isdir(folder):
+        raise ValueError(f"There is no folder {folder!r}.")
+    return folder
+
+
+def _hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("revision", "token", "cache_dir")}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-deelbo", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(run: Any, *positional: tuple[str, str], nargs: str | None = None) -> argparse.ArgumentParser:
+        added = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        added.set_defaults(run=run)
+        for name, description in positional:
+            added.add_argument(name, help=description, nargs=nargs if name == "inputs" else None)
+        added.add_argument("--revision", help="branch, tag or commit on the Hub")
+        added.add_argument("--token", help="access token of the Hub")
+        return added
+
+    repo = ("repo", "a folder, or an id on the Hub")
+    for added in (command(info, repo), command(predict, repo, ("inputs", "image files, or texts"), nargs="+")):
+        added.add_argument("--cache_dir", help="where downloads are kept")
+    added.add_argument("--num_samples", type=int, help="weight samples to average; 0 is the posterior mean")
+    added.add_argument("--top_k", type=int, default=5, help="how many classes to show")
+    added = command(push, ("folder", "a saved posterior"), ("repo", "user/name on the Hub"))
+    added.add_argument("--private", action="store_true", help="make a new repository private")
+    added.add_argument("--commit_message", default="Upload posterior", help="what the commit is")
+    added.add_argument("--create_pr", action="store_true", help="open a pull request")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

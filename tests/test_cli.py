@@ -1,0 +1,125 @@
+import os
+
+import pytest
+import torch
+from conftest import make_model
+from PIL import Image
+from transformers import BertTokenizerFast, ResNetConfig, ResNetForImageClassification, ViTImageProcessor
+
+from hf_deelbo import GaussianPosterior
+from hf_deelbo.cli import main
+
+REPO = "alice/posterior"
+
+
+@pytest.fixture
+def posterior() -> GaussianPosterior:
+    torch.manual_seed(0)
+    names = {0: "cat", 1: "dog", 2: "bird"}
+    sizes = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+    labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    model = ResNetForImageClassification(ResNetConfig(**sizes, **labels))
+    head = [name for name, _ in model.named_parameters() if name.startswith("classifier")]
+    posterior = GaussianPosterior(model, head, init_sigma=0.1, num_examples=30)
+    posterior.recompute_batch_norm([{"pixel_values": torch.randn(8, 3, 16, 16)}], num_samples=4)
+    return posterior
+
+
+@pytest.fixture
+def folder(posterior, tmp_path) -> str:
+    processor = ViTImageProcessor(size={"height": 16, "width": 16})
+    posterior.save_pretrained(tmp_path / "posterior", processor)
+    return str(tmp_path / "posterior")
+
+
+@pytest.fixture
+def image(tmp_path) -> str:
+    Image.effect_noise((20, 30), 90).save(tmp_path / "noise.png")
+    return str(tmp_path / "noise.png")
+
+
+def test_info(folder, posterior, capsys):
+    assert main(["info", folder]) == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "image-classification",
+        f"{posterior.num_parameters:,}",
+        f"{float(posterior.sigma):.4g}",
+        "l2-sp",
+    ):
+        assert expected in printed
+    assert "J" not in [line.split("  ")[0] for line in printed.splitlines()]  # it was not measured
+
+
+def test_predict_averages_and_shows_the_spread(folder, posterior, image, capsys):
+    assert main(["predict", folder, image]) == 0
+    _, name, *rows, last = capsys.readouterr().out.splitlines()
+    assert (name, last) == (image, "(averaged over 4 weight samples)")
+    pixels = ViTImageProcessor(size={"height": 16, "width": 16})(Image.open(image).convert("RGB"), return_tensors="pt")
+    samples = torch.stack([posterior.sample_model(seed)(**pixels).logits.softmax(-1)[0].detach() for seed in range(4)])
+    order = samples.mean(0).argsort(descending=True).tolist()
+    for row, index in zip(rows, order, strict=True):
+        probability, spread, label = row.split()
+        assert float(probability) == pytest.approx(samples.mean(0)[index].item(), abs=1e-4)
+        assert float(spread) == pytest.approx(samples.std(0)[index].item(), abs=1e-4)
+        assert label == posterior.model.config.id2label[index]
+
+
+def test_predict_at_the_mean(folder, image, capsys):
+    assert main(["predict", folder, image, image, "--num_samples", "0", "--top_k", "1"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 6
+    assert "spread" not in printed[0]
+
+
+def test_predict_texts(tmp_path, capsys):
+    model = make_model("bert")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=16)
+    posterior = GaussianPosterior(model, ["classifier.weight", "classifier.bias"], init_sigma=0.2)
+    posterior.save_pretrained(tmp_path / "posterior", tokenizer)
+    assert main(["predict", str(tmp_path / "posterior"), "good good bad"]) == 0
+    printed = capsys.readouterr().out
+    expected = posterior.predict_proba(tokenizer("good good bad", return_tensors="pt"), num_samples=10)
+    assert f"{expected.max().item():.4f}" in printed
+
+
+def test_push_then_info_from_the_hub(folder, loopback_hub, monkeypatch, capsys):
+    token = loopback_hub.add_user("alice")
+    assert main(["push", folder, REPO, "--private", "--token", token]) == 0
+    assert REPO in capsys.readouterr().out
+    assert loopback_hub.commits(REPO)[0].message == "Upload posterior"
+    assert main(["info", REPO]) == 1
+    assert "is private" in capsys.readouterr().err
+    assert main(["info", REPO, "--token", token]) == 0
+    downloads = [request.path for request in loopback_hub.requests if request.method == "GET"]
+    assert not any(path.endswith(".safetensors") for path in downloads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "no/such/place"], "neither a folder nor an id"),
+        (["predict", "FOLDER", "no-such.png"], "There is no image 'no-such.png'"),
+        (["predict", "FOLDER", "FOLDER/config.json"], "cannot be read as an image"),
+        (["predict", "FOLDER", "IMAGE", "--num_samples", "7"], "sample 4 has no statistics"),
+        (["push", "no-such-folder", REPO], "There is no folder"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, folder, image, capsys):
+    arguments = [a.replace("FOLDER", folder).replace("IMAGE", image) for a in arguments]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert "probability  class" not in printed.out
+
+
+def test_a_damaged_posterior_is_not_pushed(folder, loopback_hub, capsys):
+    token = loopback_hub.add_user("alice")
+    with open(os.path.join(folder, "model.safetensors"), "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    assert main(["push", folder, REPO, "--token", token]) == 1
+    assert "hash" in capsys.readouterr().err
+    assert loopback_hub.requests == []
