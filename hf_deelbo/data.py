@@ -62,6 +62,7 @@ def load_data(
     validation_dir: str | None = None,
     input_column: str | None = None,
     label_column: str | None = None,
+    classes: Sequence[str] | None = None,
     train_size: int | None = None,
     subset_seed: int = 1001,
     cache_dir: str | None = None,
@@ -76,6 +77,7 @@ def load_data(
         train_dir, validation_dir: folders with one folder of images per class, instead of `name`.
         input_column: the column of images or texts; found by its type and usual names if not given.
         label_column: likewise; integers and strings are understood beside class labels.
+        classes: keep only the rows of these classes, by name, which then have the labels 0, 1, ... in this order.
         train_size: N, for a class-balanced subset of the training rows; default is all of them.
         subset_seed: decides the subset.
         cache_dir, token: as for `datasets.load_dataset`.
@@ -93,6 +95,8 @@ def load_data(
     inputs, kind = _find_inputs(train, input_column)
     label = _find_label(train, label_column)
     splits = _with_class_labels(_train_and_labelled_test(splits, label), label)
+    if classes is not None:
+        splits = _of_classes(splits, label, classes)
     if kind == "image":
         splits = splits.cast_column(inputs, datasets.Image(decode=False))
     train, test = _chosen_rows(splits, label, train_size, subset_seed)
@@ -234,6 +238,24 @@ def _with_class_labels(splits: datasets.DatasetDict, label: str) -> datasets.Dat
 
     encoded = splits.map(encode, input_columns=label, batched=True, remove_columns=label, desc="Encoding labels")
     return encoded.cast_column(label, labels)
+
+
+def _of_classes(splits: datasets.DatasetDict, label: str, classes: Sequence[str]) -> datasets.DatasetDict:
+    names = splits["train"].features[label].names
+    unknown = [name for name in classes if name not in names]
+    if unknown or len(set(classes)) != len(classes) or len(classes) < 2:
+        wrong = f"there is no class {unknown[0]!r}" if unknown else f"got {list(classes)}"
+        raise ValueError(f"classes: give at least two different ones; {wrong}. The classes are {', '.join(names)}.")
+    new_label = {names.index(name): index for index, name in enumerate(classes)}
+    labels = datasets.ClassLabel(names=list(classes))
+
+    def of_classes(rows: datasets.Dataset) -> datasets.Dataset:
+        old = column_of(rows, label)
+        kept = [index for index, value in enumerate(old) if value in new_label]
+        without = rows.select(kept).remove_columns(label)
+        return without.add_column(label, [new_label[old[index]] for index in kept]).cast_column(label, labels)
+
+    return datasets.DatasetDict({name: of_classes(rows) for name, rows in splits.items()})
 
 
 # ---- Subsets -------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class DataArguments:
     validation_dir: str | None = field(default=None, metadata={"help": "The same, of test images."})
     image_column_name: str | None = field(default=None, metadata={"help": "The column of images or texts."})
     label_column_name: str | None = field(default=None, metadata={"help": "The column of labels."})
+    classes: list[str] | None = field(default=None, metadata={"help": "Keep only these classes, by name."})
     train_size: int | None = field(default=None, metadata={"help": "Size of a class-balanced subset to train on."})
     subset_seed: int = field(default=1001, metadata={"help": "Decides the subset."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "At most so many test rows."})
@@ -160,6 +161,7 @@ class Task:
             validation_dir=data.validation_dir,
             input_column=data.image_column_name,
             label_column=data.label_column_name,
+            classes=data.classes,
             train_size=data.train_size,
             subset_seed=data.subset_seed,
             cache_dir=model.cache_dir,

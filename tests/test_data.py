@@ -249,6 +249,23 @@ def test_labels_that_cannot_be_told():
     assert column_of_labels([{"labels": 1}]) is None
 
 
+class TestClasses:
+    def test_rows_of_the_classes_with_new_labels(self):
+        digits = sklearn.datasets.load_digits()
+        data = load_data("digits", classes=["7", "2"], train_size=20)
+        assert data.class_names == ["7", "2"]
+        assert len(data.train) + len(data.test) == np.isin(digits.target, [7, 2]).sum()
+        of_seven = {digits.images[i].tobytes() for i in np.flatnonzero(digits.target == 7)}
+        for row in data.test.select(range(40)):
+            pixels = np.float64(np.asarray(decode_image(row["image"]))[..., 0]) * 16 / 255
+            assert (pixels.round().tobytes() in of_seven) == (row["label"] == 0)
+
+    @pytest.mark.parametrize("classes", [["7"], ["7", "7"], ["7", "ten"]])
+    def test_wrong_classes(self, classes):
+        with pytest.raises(ValueError, match="classes: .*The classes are 0, 1, 2"):
+            load_data("digits", classes=classes)
+
+
 @pytest.mark.parametrize("size", [48, 64, 224])
 @pytest.mark.parametrize("shape", [(8, 8), (300, 200), (64, 500)])
 def test_image_processor_is_the_plain_transform(size, shape, tmp_path):
