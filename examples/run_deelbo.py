@@ -28,14 +28,16 @@ from hf_deelbo.selection import METHODS, Candidate, Selection, select
 logger = logging.get_logger(__name__)
 
 GRID_SEARCH_RUNS = 24  # four learning rates by six penalties, of the paper's baseline, and one to train on all data
-DEFAULTS = {"logging_steps": 10, "save_total_limit": 1}
+LEARNING_RATES = [0.1, 0.01, 0.001, 0.0001]
+# sigma's start: J preferred it to the paper's 1e-4, which needs thousands of steps, in the demonstration (see README)
+DEFAULTS = {"learning_rates": LEARNING_RATES, "init_sigmas": [1e-2], "logging_steps": 10, "save_total_limit": 1}
 # the protocol of the paper; what the command line gives goes before it
 PRESETS = {
     "paper": {
         "image_size": 224,
         "max_steps": 6000,
         "per_device_train_batch_size": 128,
-        "learning_rates": [0.1, 0.01, 0.001, 0.0001],
+        "learning_rates": LEARNING_RATES,
         "init_sigmas": [1e-4],
         "selection": "full",
         "num_elbo_samples": 10,
@@ -48,8 +50,6 @@ DEMO = {
     "train_size": 100,
     "image_size": 48,
     "max_steps": 50,
-    "learning_rates": [0.1, 0.01, 0.001, 0.0001],
-    "init_sigmas": [1e-2],
     "num_elbo_samples": 3,
     "num_average_samples": 5,
     "num_saved_samples": 5,
@@ -63,10 +63,11 @@ class RunArguments:
 
     preset: str | None = field(default=None, metadata={"help": f"Protocol: {', '.join(PRESETS)}."})
     learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "Candidates, chosen by J on the training set; default is --learning_rate."}
+        default=None,
+        metadata={"help": "Candidates, chosen by J on the training set; --learning_rate takes one without a choice."},
     )
     init_sigmas: list[float] | None = field(
-        default=None, metadata={"help": "Candidates for the start of sigma; default is --init_sigma."}
+        default=None, metadata={"help": "Candidates for the start of sigma; --init_sigma takes one without a choice."}
     )
     selection: str = field(default="halving", metadata={"help": f"How to choose: {', '.join(METHODS)}."})
     num_average_samples: int = field(
@@ -83,7 +84,13 @@ def parse(argv: list[str]) -> Arguments:
     """The arguments of the command line, with the preset's or the demonstration's where it gives none."""
     kinds = (ModelArguments, DataArguments, RunArguments, DEELBoConfig)
     arguments = parse_arguments(
-        kinds, argv, defaults=DEFAULTS, demo=DEMO, presets=PRESETS, output_dir="outputs/run_deelbo"
+        kinds,
+        argv,
+        defaults=DEFAULTS,
+        demo=DEMO,
+        presets=PRESETS,
+        output_dir="outputs/run_deelbo",
+        singular={"learning_rates": "learning_rate", "init_sigmas": "init_sigma"},
     )
     model, _, options, config = arguments
     if options.selection not in METHODS:

@@ -77,6 +77,7 @@ def parse_arguments(
     demo: Mapping[str, Any],
     presets: Mapping[str, Mapping[str, Any]],
     output_dir: str,
+    singular: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
     """Dataclasses from the command line, or from a JSON or YAML file as the only argument.
 
@@ -88,6 +89,7 @@ def parse_arguments(
         argv: the command line, without the script's name.
         defaults, demo, presets: values of fields, by name.
         output_dir: where to write, if that is not given.
+        singular: the argument with one value for each that lists candidates; if the first is given, it is meant.
     """
     parser = HfArgumentParser(kinds)
     if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
@@ -110,7 +112,7 @@ def parse_arguments(
         chosen |= presets[preset]
     for name, value in chosen.items():
         for arguments in parsed:
-            if hasattr(arguments, name) and name not in given:
+            if hasattr(arguments, name) and not given & {name, (singular or {}).get(name)}:
                 setattr(arguments, name, value)
     return parsed
 

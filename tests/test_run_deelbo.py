@@ -82,6 +82,12 @@ class TestArguments:
         assert (config.max_steps, run.selection, data.image_size) == (7, "halving", 224)
         assert data.train_size is None
 
+    def test_one_learning_rate_means_no_choice(self, script):
+        _, _, run, _ = script.parse(["--dataset_name", "cifar10", "--use_cpu"])
+        assert (run.learning_rates, run.init_sigmas) == ([0.1, 0.01, 0.001, 0.0001], [1e-2])
+        _, _, run, config = script.parse(["--dataset_name", "cifar10", "--learning_rate", "0.3", "--use_cpu"])
+        assert (run.learning_rates, run.init_sigmas, config.learning_rate) == (None, [1e-2], 0.3)
+
     @pytest.mark.parametrize("suffix", ["json", "yaml"])
     def test_a_file_is_the_only_argument(self, script, tmp_path, suffix):
         settings = {"dataset_name": "cifar10", "learning_rates": [0.1, 0.01], "kappa": 2, "use_cpu": True}
