@@ -67,7 +67,7 @@ class RunArguments:
         metadata={"help": "Candidates, chosen by J on the training set; --learning_rate takes one without a choice."},
     )
     init_sigmas: list[float] | None = field(
-        default=None, metadata={"help": "Candidates for the start of sigma; --init_sigma takes one without a choice."}
+        default=None, metadata={"help": "Candidates for the start of sigma, likewise; --init_sigma is one, unchosen."}
     )
     selection: str = field(default="halving", metadata={"help": f"How to choose: {', '.join(METHODS)}."})
     num_average_samples: int = field(
