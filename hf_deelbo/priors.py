@@ -224,7 +224,7 @@ class LowRankPrior(GaussianPrior):
                 torch.div(d, whitened, out=whitened)
                 distances.append(torch.dot(d, whitened))
                 projections.append(torch.mv(self._q(piece, d.dtype), whitened))
-            return self._sum(distances), self._sum(projections), _checksum(block.of(w))
+            return self._sum(distances), self._sum(projections), checksum(block.of(w))
 
         parts = zip(*on_all_cores(distance_and_projection, blocks_of(w)), strict=True)
         distances, projections, checksums = (torch.stack(terms) for terms in parts)
@@ -248,7 +248,7 @@ class LowRankPrior(GaussianPrior):
 
     def _coefficients(self, w: Tensors) -> torch.Tensor:
         """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""
-        checksums = torch.stack(on_all_cores(lambda block: _checksum(block.of(w)), blocks_of(w)))
+        checksums = torch.stack(on_all_cores(lambda block: checksum(block.of(w)), blocks_of(w)))
         if self._last_coefficients is None or not torch.equal(self._last_coefficients[0], checksums):
             self.mahalanobis(w)
         return self._last_coefficients[1]
@@ -300,8 +300,13 @@ class LowRankPrior(GaussianPrior):
         return torch.stack(terms).to(self._wide).sum(0)
 
 
-def _checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of their bits, read as integers: other weights give another one, but for one case in billions."""
+def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of their bits, read as integers: other weights give another one, but for one case in billions.
+
+    Example:
+        >>> checksum([torch.ones(2)]).item() == checksum([torch.tensor([1.0, 1.0000001])]).item()
+        False
+    """
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [tensor.view(integers[tensor.itemsize]) for tensor in tensors]
     return torch.stack([integer.sum(dtype=integer.dtype) for integer in bits]).sum()
