@@ -9,14 +9,21 @@
 No D x D matrix is ever formed. Sums over D terms are accumulated in float64.
 """
 
+import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
+from huggingface_hub import CommitInfo
+from transformers import PreTrainedModel
 
-from .blocks import Block, Piece, Tensors, blocks_of, flattened, on_all_cores
+from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of
+from .files import replaced_together
+from .hub import fetch, push_folder
 from .objective import gaussian_kl, optimal_variance
+from .prior_files import PriorConfig, read_prior, write_prior
 
 # Sigma_p^-1 (w - mu_p), one block at a time
 PrecisionProduct = Callable[[Block], list[torch.Tensor]]
@@ -168,11 +175,17 @@ class IsotropicPrior(GaussianPrior):
 class LowRankPrior(GaussianPrior):
     """N(mu, v Sigma_p), Sigma_p = A + U U^T with A = S_diag/2 + eps I and U = Q / sqrt(2K - 2): PTYL's prior.
 
-    With the K x K matrix M = I + U^T A^-1 U (Woodbury, matrix determinant lemma), computed once in float64:
+    With the K x K matrix M = I + U^T A^-1 U (Woodbury, matrix determinant lemma):
 
         tr(Sigma_p^-1)  = tr(A^-1) - tr(M^-1 U^T A^-2 U)
         log det Sigma_p = log det A + log det M
-        Sigma_p^-1 d    = A^-1 d - A^-1 U M^-1 U^T A^-1 d
+        Sigma_p^-1 d    = A^-1 (d - U c),    c = M^-1 U^T A^-1 d
+
+    M itself is not formed, which would square the condition of U. With the singular values s and right singular
+    vectors V of A^-1/2 U, found once in float64, M^-1 = V diag(1 / (1 + s^2)) V^T.
+
+    The passes over w that each step makes multiply in the precision of w and add up in float64. They read Q where it
+    lies and copy nothing of it.
 
     Args:
         mean: mu, by parameter name.
@@ -183,57 +196,71 @@ class LowRankPrior(GaussianPrior):
     Example:
         >>> w = {"w": torch.zeros(3)}
         >>> prior = LowRankPrior(mean=w, diagonal={"w": torch.ones(3)}, deviations={"w": torch.eye(3)[:2]}, eps=0.5)
-        >>> prior.log_det.item()  # Sigma_p = diag(1.5, 1.5, 1)
-        0.8109302162163288
+        >>> round(prior.log_det.item(), 12)  # Sigma_p = diag(1.5, 1.5, 1)
+        0.810930216216
     """
 
     def __init__(self, mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float = 0.1):
         self.rank = _check_low_rank(mean, diagonal, deviations, eps)
         self.mean, self.diagonal, self.deviations, self.eps = mean, diagonal, deviations, eps
-        device = next(iter(mean.values())).device
-        self._wide = wide_dtype(device)
+        self._wide = wide_dtype(next(iter(mean.values())).device)
+        self._scale = (2 * self.rank - 2) ** -0.5
+        self._last_coefficients: tuple[torch.Tensor, torch.Tensor] | None = None
+        blocks = blocks_of(mean, size=2**16)  # smaller ones, as they hold K times as much, in float64
 
-        def moments(block: Block) -> list[torch.Tensor]:
+        def sums_and_root(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             a, u = self._factors(block)
-            return [(1 / a).sum(), a.log().sum(), (u / a) @ u.T, (u / a**2) @ u.T]
+            return (1 / a).sum(), a.log().sum(), torch.linalg.qr((u / a.sqrt()).T, mode="r").R
 
-        sums = [torch.stack(terms).sum(0) for terms in zip(*on_all_cores(moments, blocks_of(mean)), strict=True)]
-        inverse_a, log_a, u_a_u, u_a2_u = sums
-        self._m = torch.eye(self.rank, dtype=self._wide, device=device) + u_a_u
+        inverse_a, log_a, roots = zip(*on_all_cores(sums_and_root, blocks), strict=True)
+        _, s, self._vt = torch.linalg.svd(torch.cat(roots), full_matrices=False)
+        self._shrinkage = 1 / (1 + s**2)
+
+        def rotated_squares(block: Block) -> torch.Tensor:
+            a, u = self._factors(block)
+            return (self._vt @ u / a).square().sum(1)
+
+        squares = torch.stack(on_all_cores(rotated_squares, blocks)).sum(0)
         super().__init__(
             mean,
-            trace_inverse=inverse_a - torch.linalg.solve(self._m, u_a2_u).trace(),
-            log_det=log_a + torch.linalg.slogdet(self._m).logabsdet,
+            trace_inverse=torch.stack(inverse_a).sum() - torch.dot(self._shrinkage, squares),
+            log_det=torch.stack(log_a).sum() + torch.log1p(s**2).sum(),
         )
 
     def mahalanobis(self, w: Tensors) -> torch.Tensor:
-        """d^T A^-1 d - b^T M^-1 b, with d = w - mu and b = U^T A^-1 d."""
+        """d^T A^-1 d - b^T c, with d = w - mu, b = U^T A^-1 d and c = M^-1 b.
 
-        def parts(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-            a, u = self._factors(block)
-            d = self._deviation(w, block)
-            return torch.dot(d / a, d), u @ (d / a)
+        Where that difference cancels, because d lies nearly in the span of U, the same is computed as a sum of
+        squares, in a second pass: r^T A^-1 r + c^T c with r = d - U c.
+        """
 
-        distances, projections = zip(*on_all_cores(parts, blocks_of(w)), strict=True)
-        b = torch.stack(projections).sum(0)
-        return torch.stack(distances).sum() - torch.dot(b, torch.linalg.solve(self._m, b))
+        def distance_and_projection(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            distances, projections = [], []
+            for piece, weight in zip(block.pieces, block.of(w), strict=True):
+                d = self._difference(weight, piece)
+                whitened = self._a(piece, d.dtype)
+                torch.div(d, whitened, out=whitened)
+                distances.append(torch.dot(d, whitened))
+                projections.append(torch.mv(self._q(piece, d.dtype), whitened))
+            return self._sum(distances), self._sum(projections), checksum(block.of(w))
+
+        parts = zip(*on_all_cores(distance_and_projection, blocks_of(w)), strict=True)
+        distances, projections, checksums = (torch.stack(terms) for terms in parts)
+        distance, b = distances.sum(), self._scale * projections.sum(0)
+        c = self._vt.T @ (self._shrinkage * (self._vt @ b))
+        self._last_coefficients = checksums, c
+        difference = distance - torch.dot(b, c)
+        return difference if difference >= 0.1 * distance else self._sum_of_squares(w, c)
 
     def precision_product(self, w: Tensors) -> PrecisionProduct:
-        """A^-1 (d - U M^-1 b), with d = w - mu and b = U^T A^-1 d."""
-
-        def projection(block: Block) -> torch.Tensor:
-            a, u = self._factors(block)
-            return u @ (self._deviation(w, block) / a)
-
-        b = torch.stack(on_all_cores(projection, blocks_of(w))).sum(0)
-        coefficients = torch.linalg.solve(self._m, b)
+        """A^-1 (d - U c), with d = w - mu and c = M^-1 U^T A^-1 d."""
+        c = self._coefficients(w)
 
         def product(block: Block) -> list[torch.Tensor]:
-            a, u = self._factors(block)
-            weights = block.of(w)
-            flat = ((self._deviation(w, block) - coefficients @ u) / a).to(weights[0].dtype)
-            parts = flat.split([weight.numel() for weight in weights])
-            return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+            return [
+                r.div_(self._a(piece, r.dtype)).to(weight.dtype).view(weight.shape)
+                for piece, weight, r in zip(block.pieces, block.of(w), self._residuals(w, c, block), strict=True)
+            ]
 
         return product
 
@@ -248,26 +275,135 @@ class LowRankPrior(GaussianPrior):
         return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy the tensors back, and compute M, the trace and the determinant anew."""
+        """Copy the tensors back, and compute s, V, the trace and the determinant anew."""
         super().load_state_dict(state)
         self.__init__(self.mean, self.diagonal, self.deviations, self.eps)
 
-    def _factors(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """A as a vector and U^T as a K x D matrix, of one block."""
-        a = self._flat(self.diagonal, block) / 2 + self.eps
-        q = torch.cat([self._deviations_of(piece) for piece in block.pieces], dim=1).to(self._wide)
-        return a, q / (2 * self.rank - 2) ** 0.5
+    def save_pretrained(
+        self, folder: str | os.PathLike, model: PreTrainedModel | None = None, processing_class: Any = None
+    ) -> None:
+        """Save it as `prior.safetensors` and `prior_config.json`; see `prior_files`.
 
-    def _deviations_of(self, piece: Piece) -> torch.Tensor:
+        A crash or a full disk leaves what was in the folder before.
+
+        Args:
+            folder: where; made if need be. Other files there are kept.
+            model: saved beside it: the network at the prior's mean, which a target task starts from.
+            processing_class: the model's image processor or tokenizer.
+        """
+        with replaced_together(folder) as new:
+            for part in (model, processing_class):
+                if part is not None:
+                    part.save_pretrained(new)
+            write_prior(self, new)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        model: PreTrainedModel | None = None,
+        processing_class: Any = None,
+        *,
+        commit_message: str = "Upload prior",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Save it and publish that as one commit of a repository on the Hub; see `hub.push_folder`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, model, processing_class)
+            return push_folder(
+                folder,
+                repo_id,
+                commit_message=commit_message,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> Self:
+        """A saved prior, from a folder or from the Hub; its files are checked, nothing is unpickled.
+
+        Args:
+            name_or_path: a folder, or an id on the Hub.
+            revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
+        """
+        folder = fetch(
+            name_or_path,
+            PriorConfig,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        return read_prior(folder, cls)
+
+    def _coefficients(self, w: Tensors) -> torch.Tensor:
+        """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""
+        checksums = torch.stack(on_all_cores(lambda block: checksum(block.of(w)), blocks_of(w)))
+        if self._last_coefficients is None or not torch.equal(self._last_coefficients[0], checksums):
+            self.mahalanobis(w)
+        return self._last_coefficients[1]
+
+    def _sum_of_squares(self, w: Tensors, c: torch.Tensor) -> torch.Tensor:
+        def squares(block: Block) -> torch.Tensor:
+            residuals = zip(block.pieces, self._residuals(w, c, block), strict=True)
+            return self._sum([torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals])
+
+        return torch.stack(on_all_cores(squares, blocks_of(w))).sum() + torch.dot(c, c)
+
+    def _residuals(self, w: Tensors, c: torch.Tensor, block: Block) -> list[torch.Tensor]:
+        """r = d - U c."""
+        residuals = []
+        for piece, weight in zip(block.pieces, block.of(w), strict=True):
+            d = self._difference(weight, piece)
+            residuals.append(d.addmv_(self._q(piece, d.dtype).T, c.to(d.dtype), alpha=-self._scale))
+        return residuals
+
+    def _factors(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """A as a vector and U^T as a K x D matrix, of one block, in float64."""
+        a = torch.cat([self._a(piece, self._wide) for piece in block.pieces])
+        return a, self._scale * torch.cat([self._q(piece, self._wide) for piece in block.pieces], dim=1)
+
+    def _difference(self, weight: torch.Tensor, piece: Piece) -> torch.Tensor:
+        return (weight - rows_of(self.mean[piece.name], piece.rows)).flatten()
+
+    def _a(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        diagonal = rows_of(self.diagonal[piece.name], piece.rows).flatten().to(dtype)
+        return (0.5 * diagonal).add_(self.eps)
+
+    def _q(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        """Columns of Q^T; a view, unless the types differ."""
         deviations = self.deviations[piece.name]
         rows = deviations[:, piece.rows] if deviations.dim() > 1 else deviations
-        return rows.reshape(self.rank, -1)
+        return rows.reshape(self.rank, -1).to(dtype)
 
-    def _deviation(self, w: Tensors, block: Block) -> torch.Tensor:
-        return self._flat(w, block) - self._flat(self.mean, block)
+    def _sum(self, terms: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(terms).to(self._wide).sum(0)
 
-    def _flat(self, tensors: Tensors, block: Block) -> torch.Tensor:
-        return flattened(block.of(tensors)).to(self._wide)
+
+def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of their bits, read as integers: other weights give another one, but for one case in billions.
+
+    Example:
+        >>> checksum([torch.ones(2)]).item() == checksum([torch.tensor([1.0, 1.0000001])]).item()
+        False
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [tensor.view(integers[tensor.itemsize]) for tensor in tensors]
+    return torch.stack([integer.sum(dtype=integer.dtype) for integer in bits]).sum()
 
 
 def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -> GaussianPrior:

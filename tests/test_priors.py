@@ -1,9 +1,13 @@
 import math
 
+import mpmath
+import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
 from torch.distributions import MultivariateNormal, kl_divergence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_deelbo import IsotropicPrior, LowRankPrior
 from hf_deelbo.blocks import blocks_of
@@ -132,6 +136,169 @@ def test_state_dict_and_back(case):
         tensor.mul_(1.5)
     prior.load_state_dict(state)
     assert prior.kl(w, SIGMA, SIGMA) == expected
+
+
+def log_uniform(low: float, high: float, size: int, generator: torch.Generator) -> torch.Tensor:
+    exponents = torch.rand(size, generator=generator, dtype=torch.float64) * math.log10(high / low) + math.log10(low)
+    return 10**exponents
+
+
+def split(vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The last dimension as tensors of some shapes, in order."""
+    leading, size = vector.shape[:-1], vector.shape[-1]
+    rows = (size - 1) // 3
+    parts = vector.split([3 * rows, size - 3 * rows - 1, 1], dim=-1)
+    shapes = {"matrix": (rows, 3), "vector": (-1,), "number": ()}
+    return {name: part.reshape((*leading, *shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+class TestLowRankAccuracy:
+    @pytest.mark.parametrize(("size", "rank"), [(5, 7), (40, 2), (300, 20), (900, 13), (2000, 5)])
+    @pytest.mark.parametrize("block_size", [64, 2**18])
+    def test_as_the_dense_gaussian(self, size, rank, block_size, monkeypatch):
+        monkeypatch.setattr("hf_deelbo.blocks.BLOCK_SIZE", block_size)
+        generator = torch.Generator().manual_seed(size)
+        mean, w = torch.randn(2, size, generator=generator, dtype=torch.float64)
+        q = torch.randn(rank, size, generator=generator, dtype=torch.float64)
+        diagonal = log_uniform(1e-8, 1e2, size, generator)
+        covariance = torch.diag(diagonal / 2 + 0.1) + q.T @ q / (2 * rank - 2)
+        prior = LowRankPrior(split(mean), split(diagonal), split(q))
+        w_by_name = split(w)
+
+        lambda_, kl = prior.optimum(w_by_name, SIGMA)
+        precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
+        quadratic = SIGMA**2 * precision.trace() + (w - mean) @ precision @ (w - mean)
+        torch.testing.assert_close(lambda_, quadratic / size, rtol=1e-8, atol=0)
+        posterior = MultivariateNormal(w, SIGMA**2 * torch.eye(size, dtype=torch.float64))
+        expected = kl_divergence(posterior, MultivariateNormal(mean, lambda_ * covariance))
+        torch.testing.assert_close(kl, expected, rtol=1e-8, atol=0)
+        product = prior.precision_product(w_by_name)
+        ours = torch.cat([piece.flatten() for block in blocks_of(w_by_name) for piece in product(block)])
+        torch.testing.assert_close(ours, precision @ (w - mean), rtol=1e-8, atol=1e-9)
+
+    # what float64 can hold: the distance and the gradient lose digits with the condition of Sigma_p
+    @pytest.mark.parametrize(
+        ("scale", "spread", "eps", "tolerance"),
+        [
+            (1.0, 1.0, 1e-10, 1e-8),  # a tiny eps
+            (1e6, 1.0, 0.1, 1e-8),  # huge deviations
+            (1.0, 1e-6, 0.1, 1e-8),  # nearly collinear deviations
+            (1e3, 0.0, 1e-4, 1e-8),  # collinear ones
+            (1e3, 1e-6, 1e-8, 1e-5),  # all of it
+            (0.0, 0.0, 0.1, 1e-8),  # none
+        ],
+    )
+    @pytest.mark.parametrize("where", ["anywhere", "in the span of Q"])
+    def test_ill_conditioned_cases_as_in_80_digits(self, scale, spread, eps, tolerance, where):
+        size, rank = 24, 4
+        generator = torch.Generator().manual_seed(0)
+        mean, direction, step = torch.randn(3, size, generator=generator, dtype=torch.float64)
+        q = scale * (direction + spread * torch.randn(rank, size, generator=generator, dtype=torch.float64))
+        diagonal = log_uniform(1e-8, 1e2, size, generator)
+        w = mean + (q.sum(0) + 1e-3 * step if where == "in the span of Q" else step)
+        prior = LowRankPrior({"w": mean}, {"w": diagonal}, {"w": q}, eps)
+
+        with mpmath.workdps(80):
+            a = mpmath.diag([mpmath.mpf(x) / 2 + mpmath.mpf(eps) for x in diagonal.tolist()])
+            exact_q = mpmath.matrix(q.tolist())
+            covariance = a + exact_q.T * exact_q / (2 * rank - 2)
+            precision, root = covariance**-1, mpmath.cholesky(covariance)
+            d = mpmath.matrix(w.tolist()) - mpmath.matrix(mean.tolist())
+            trace = float(sum(precision[i, i] for i in range(size)))
+            log_det = float(2 * sum(mpmath.log(root[i, i]) for i in range(size)))
+            gradient = precision * d
+            distance = float((d.T * gradient)[0])
+            gradient = torch.tensor([float(x) for x in gradient], dtype=torch.float64)
+
+        assert prior.trace_inverse.item() == pytest.approx(trace, rel=1e-9)
+        assert prior.log_det.item() == pytest.approx(log_det, rel=1e-9)
+        assert prior.mahalanobis({"w": w}).item() == pytest.approx(distance, rel=tolerance)
+        if where == "anywhere":
+            ((ours,),) = (prior.precision_product({"w": w})(block) for block in blocks_of({"w": w}))
+            assert (ours - gradient).norm() <= tolerance * gradient.norm()
+
+    def test_25_million_parameters_in_float32_keep_their_digits(self):
+        size, rank = 25_000_000, 2
+        generator = torch.Generator().manual_seed(0)
+        mean, step, diagonal = (torch.rand(size, generator=generator) for _ in range(3))
+        q = torch.rand(rank, size, generator=generator).sub_(0.5)
+        w = mean + 1e-3 * step
+        prior = LowRankPrior({"w": mean}, {"w": diagonal}, {"w": q})
+        sigma = torch.tensor(1e-4, dtype=torch.float64)
+        lambda_, kl = prior.optimum({"w": w}, sigma)
+
+        trace_a = log_det_a = distance = 0.0
+        gram, gram_2, projection = np.zeros((rank, rank)), np.zeros((rank, rank)), np.zeros(rank)
+        for part in torch.arange(size).split(1_000_000):
+            rows = slice(part[0], part[-1] + 1)
+            a = diagonal[rows].double().numpy() / 2 + 0.1
+            u = q[:, rows].double().numpy() / math.sqrt(2 * rank - 2)
+            d = w[rows].double().numpy() - mean[rows].double().numpy()
+            trace_a, log_det_a, distance = (
+                trace_a + (1 / a).sum(),
+                log_det_a + np.log(a).sum(),
+                distance + d**2 @ (1 / a),
+            )
+            gram, gram_2, projection = gram + (u / a) @ u.T, gram_2 + (u / a**2) @ u.T, projection + u @ (d / a)
+        m = np.eye(rank) + gram
+        trace = trace_a - np.trace(np.linalg.solve(m, gram_2))
+        quadratic = 1e-8 * trace + distance - projection @ np.linalg.solve(m, projection)
+        log_det = log_det_a + np.linalg.slogdet(m)[1]
+        v = quadratic / size
+        assert lambda_.item() == pytest.approx(v, rel=1e-6)
+        assert kl.item() == pytest.approx(0.5 * (size * math.log(v / 1e-8) + log_det), rel=1e-6)
+
+    def test_the_gradient_follows_w(self, monkeypatch):
+        """What was found for the distance at w is used for the gradient at w, and only there."""
+        prior, mean, covariance = make_case("low-rank")
+        w, calls, mahalanobis = random_tensors(4), [], prior.mahalanobis
+        monkeypatch.setattr(prior, "mahalanobis", lambda w: calls.append(1) or mahalanobis(w))
+        prior.optimum(w, SIGMA)
+        copy = {name: tensor.clone() for name, tensor in w.items()}
+        prior.precision_product(copy)
+        assert len(calls) == 1
+        copy["scale"].add_(1e-15)
+        product = prior.precision_product(copy)
+        assert len(calls) == 2
+        copy["conv.weight"][0] = 7.0
+        product = prior.precision_product(copy)
+        ours = torch.cat([piece.flatten() for block in blocks_of(copy) for piece in product(block)])
+        torch.testing.assert_close(ours, torch.linalg.solve(covariance, flat(copy) - mean), rtol=1e-9, atol=1e-12)
+
+    def test_float64_weights_on_a_prior_in_float32(self):
+        prior, _, _ = make_case("low-rank")
+        parts = (prior.mean, prior.diagonal, prior.deviations)
+        single = LowRankPrior(*({k: t.float() for k, t in part.items()} for part in parts))
+        w = random_tensors(4)
+        torch.testing.assert_close(single.mahalanobis(w), prior.mahalanobis(w), rtol=1e-6, atol=0)
+        assert single.precision_product(w)(blocks_of(w)[0])[0].dtype == torch.float64
+
+    def test_no_step_allocates_more_than_a_block_at_a_time(self):
+        size = 2**20
+        mean, w = {"w": torch.zeros(size)}, {"w": torch.full((size,), 1e-3)}
+        prior = LowRankPrior(mean, {"w": torch.ones(size)}, {"w": torch.randn(10, size) * 1e-3})
+        with LargestAllocation([*w.values(), *prior.state_dict().values()]) as allocation:
+            prior.optimum(w, SIGMA)
+            product = prior.precision_product(w)
+            for block in blocks_of(w):
+                product(block)
+        assert allocation.largest == 4 * 2**18
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest new tensor, apart from views of known ones."""
+
+    def __init__(self, known: list[torch.Tensor]):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return results
 
 
 class TestRefusals:
