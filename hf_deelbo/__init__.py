@@ -1,6 +1,6 @@
 """Fine-tune with Hugging Face `Trainer` and learn the regularisation strength in the same run."""
 
-from .callbacks import PriorVarianceCallback
+from .callbacks import PriorVarianceCallback, SWAGCallback
 from .config import DEELBoConfig
 from .objective import DEELBo
 from .posterior import GaussianPosterior
@@ -18,4 +18,5 @@ __all__ = [
     "IsotropicPrior",
     "LowRankPrior",
     "PriorVarianceCallback",
+    "SWAGCallback",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 PRIORS = ("l2-zero", "l2-sp", "ptyl", "posterior")
-SAVED_PRIORS = ("posterior",)
+SAVED_PRIORS = ("ptyl", "posterior")
 _SGD_ARGS = "momentum=0.9,nesterov=True"
 # they step inside the backward pass, before the gradients are those of the whole objective
 _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
@@ -20,9 +20,10 @@ class DEELBoConfig(TrainingArguments):
 
     Args:
         prior: p(w) of the backbone up to its variance lambda: `"l2-sp"` is N(pretrained weights, lambda I),
-            `"l2-zero"` is N(0, lambda I), `"ptyl"` is a low-rank Gaussian that you pass to the trainer as `prior=`,
+            `"l2-zero"` is N(0, lambda I), `"ptyl"` is a low-rank Gaussian learned on a source task,
             `"posterior"` is N(w_bar, lambda I) with w_bar the mean of an earlier posterior.
-        prior_name_or_path, prior_revision: that posterior, a folder or an id on the Hub; load the model from it too.
+        prior_name_or_path, prior_revision: that prior or posterior, a folder or an id on the Hub; load the model from
+            there too. A `LowRankPrior` can also be passed to the trainer, as `prior=`.
         head_names: modules or parameters that form the head, which has the prior N(0, tau I); found by itself if not
             given.
 
@@ -58,7 +59,7 @@ class DEELBoConfig(TrainingArguments):
 
     prior: str = field(default="l2-sp", metadata={"help": f"Prior of the backbone: {', '.join(PRIORS)}."})
     prior_name_or_path: str | None = field(
-        default=None, metadata={"help": "The saved posterior that is the prior: a folder or an id on the Hub."}
+        default=None, metadata={"help": "The saved prior or posterior: a folder or an id on the Hub."}
     )
     prior_revision: str | None = field(default=None, metadata={"help": "Its branch, tag or commit on the Hub."})
     head_names: list[str] | None = field(
@@ -112,9 +113,15 @@ class DEELBoConfig(TrainingArguments):
     def _check_method(self) -> None:
         if self.prior not in PRIORS:
             raise ValueError(f"prior: unknown prior {self.prior!r}; choose one of {', '.join(PRIORS)}.")
-        if (self.prior_name_or_path is not None) != (self.prior in SAVED_PRIORS):
-            needs = "names the saved prior; set" if self.prior in SAVED_PRIORS else "is only for a saved prior, not"
-            raise ValueError(f'prior_name_or_path: {needs} it with prior="{self.prior}".')
+        if self.prior_name_or_path is not None and self.prior not in SAVED_PRIORS:
+            raise ValueError(
+                f"prior_name_or_path: {self.prior_name_or_path!r} was given, but prior={self.prior!r} is not loaded "
+                f"from anywhere; choose {' or '.join(SAVED_PRIORS)}."
+            )
+        if self.prior_name_or_path is None and self.prior == "posterior":
+            raise ValueError(
+                'prior_name_or_path: prior="posterior" needs the posterior, a folder or an id on the Hub.'
+            )
         if self.kappa != "auto":
             self.kappa = _positive_number("kappa", self.kappa, or_else=' or "auto" (D/N)')
         self.init_sigma = _positive_number("init_sigma", self.init_sigma)

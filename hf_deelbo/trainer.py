@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, PushInProgress, l
 
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
-from .config import DEELBoConfig
+from .config import SAVED_PRIORS, DEELBoConfig
 from .data import class_balanced_indices, column_of_labels
 from .files import finish_interrupted, replaced_together
 from .hub import push_folder
@@ -30,7 +30,7 @@ from .modeling import auto_class_of, head_parameter_names, in_eval_mode
 from .objective import DEELBo, training_loss
 from .posterior import GaussianPosterior
 from .posterior_files import read_state, write_posterior
-from .priors import GaussianPrior, IsotropicPrior
+from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
 
 logger = logging.get_logger(__name__)
 
@@ -44,8 +44,8 @@ class DEELBoTrainer(Trainer):
 
     Args:
         args: a `DEELBoConfig`.
-        prior: the backbone's prior, over its trainable parameters by name; needed for `args.prior="ptyl"` and in
-            place of the one that `args.prior` names.
+        prior: the backbone's prior, over its trainable parameters by name, in place of the one that `args.prior`
+            names.
         elbo_dataset: the training set without augmentation, for `de_elbo` and batch-norm statistics; default is
             `train_dataset` itself.
         compute_loss_func: a likelihood of your own: `(outputs, labels, num_items_in_batch=None)` to the *mean*
@@ -115,18 +115,28 @@ class DEELBoTrainer(Trainer):
     def _make_prior(self, head_names: list[str]) -> GaussianPrior:
         if self._given_prior is not None:
             return self._given_prior
-        if self.args.prior == "ptyl":
-            raise ValueError('prior: "ptyl" needs the prior itself; pass `prior=LowRankPrior(...)` to the trainer.')
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         backbone = {name: p for name, p in trainable.items() if name not in head_names}
-        if self.args.prior == "posterior":
+        if self.args.prior in SAVED_PRIORS:
             return self._load_prior(backbone)
         return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)
 
     def _load_prior(self, backbone: dict[str, torch.Tensor]) -> GaussianPrior:
-        name, revision = self.args.prior_name_or_path, self.args.prior_revision
-        prior = GaussianPosterior.from_pretrained(name, revision=revision, token=self.args.hub_token).as_prior()
-        prior.check_matches(backbone)
+        name = self.args.prior_name_or_path
+        if name is None:
+            raise ValueError(
+                'prior: "ptyl" needs the prior itself. Set `prior_name_or_path` to where it was saved, or pass '
+                "`prior=LowRankPrior(...)` to the trainer."
+            )
+        options = {"revision": self.args.prior_revision, "token": self.args.hub_token}
+        if self.args.prior == "ptyl":
+            saved = LowRankPrior.from_pretrained(name, **options)
+        else:
+            saved = GaussianPosterior.from_pretrained(name, **options).as_prior()
+        saved.check_matches(backbone)
+        device = next(iter(backbone.values())).device
+        state = {name: tensor.to(device) for name, tensor in saved.state_dict().items()}
+        prior = prior_from(saved.config, state, backbone)
         if prior.mahalanobis(backbone) > 0:
             logger.warning(f"The model does not start at the prior's mean; load it from {name!r}, as the prior is.")
         return prior

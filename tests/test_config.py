@@ -78,3 +78,11 @@ def test_arguments_of_sgd_are_not_given_to_another_optimizer(tmp_path):
 def test_bad_values_are_refused_by_name(tmp_path, name, value, message):
     with pytest.raises(ValueError, match=message):
         DEELBoConfig(str(tmp_path), use_cpu=True, **{name: value})
+
+
+def test_where_a_saved_prior_comes_from():
+    assert DEELBoConfig("outputs", prior="ptyl", prior_name_or_path="a/b", prior_revision="v1").prior_revision == "v1"
+    with pytest.raises(ValueError, match="prior_name_or_path: 'a/b' was given, but prior='l2-sp'"):
+        DEELBoConfig("outputs", prior_name_or_path="a/b")
+    with pytest.raises(ValueError, match='prior="posterior" needs the posterior'):
+        DEELBoConfig("outputs", prior="posterior")
