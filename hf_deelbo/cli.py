@@ -1,4 +1,4 @@
-"""The command `hf-deelbo`: look at a saved posterior, predict with it, publish it."""
+"""The command `hf-deelbo`: look at a saved posterior or prior, predict with it, publish it, import one."""
 
 import argparse
 import os
@@ -13,11 +13,14 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers
-from .hub import fetch, push_folder
+from .hub import InvalidFilesError, SavedConfig, fetch, push_folder
 from .model_card import name_repository
-from .modeling import AUTO_CLASSES, TASK_OF
+from .modeling import AUTO_CLASSES, TASK_OF, load_architecture
 from .posterior import GaussianPosterior
 from .posterior_files import PosteriorConfig
+from .prior_files import PriorConfig
+from .priors import LowRankPrior
+from .ptyl import load_ptyl
 
 DEFAULT_NUM_SAMPLES = 10
 
@@ -37,29 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def info(arguments: argparse.Namespace) -> Iterator[str]:
-    """What a posterior is, from its small JSON file alone."""
-    config = PosteriorConfig.load(fetch(arguments.repo, PosteriorConfig, only_config=True, **_hub_options(arguments)))
-    kinds = {
-        "l2-zero": "N(0, lambda I)",
-        "l2-sp": "N(pretrained weights, lambda I)",
-        "ptyl": "N(mean of the source task, lambda Sigma), Sigma of low rank",
-    }
-    kind = config.prior.get("kind")
-    rows = {
-        "task": TASK_OF.get(AUTO_CLASSES.get(config.auto_class), "unknown"),
-        "base model": config.base_model,
-        "prior": f"{kind}: {kinds[kind]} of the backbone, N(0, tau I) of the head" if kind in kinds else kind,
-        "D, parameters": f"{config.num_parameters:,}",
-        "N, training examples": config.num_examples and f"{config.num_examples:,}",
-        "kappa": config.kappa and f"{config.kappa:.6g}",
-        "lambda": f"{config.lambda_:.4g}",
-        "tau": f"{config.tau:.4g}",
-        "sigma": f"{config.sigma:.4g}",
-        "J": config.de_elbo and f"{config.de_elbo['de_elbo']:.6g}",
-        "J per parameter": config.de_elbo and f"{config.de_elbo['de_elbo'] / config.num_parameters:.4f}",
-        "weight samples with batch-norm statistics": len(config.sample_seeds) or None,
-        "written with": ", ".join(f"{name} {number}" for name, number in config.library_versions.items()),
-    }
+    """What a saved posterior or prior is, from its small JSON file alone."""
+    kind = _kind_of(arguments.repo, _hub_options(arguments))
+    config = kind.load(fetch(arguments.repo, kind, only_config=True, **_hub_options(arguments)))
+    rows = _posterior_rows(config) if kind is PosteriorConfig else _prior_rows(config)
+    rows["written with"] = ", ".join(f"{name} {number}" for name, number in config.library_versions.items())
     known = {name: value for name, value in rows.items() if value is not None}
     width = max(len(name) for name in known)
     for name, value in known.items():
@@ -87,19 +72,87 @@ def predict(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def push(arguments: argparse.Namespace) -> Iterator[str]:
-    """Publish a folder that holds a whole posterior; nothing is sent if it does not."""
-    GaussianPosterior.from_pretrained(_existing_folder(arguments.folder))
+    """Publish a folder that holds a whole posterior or prior; nothing is sent if it does not."""
+    kind = _kind_of(_existing_folder(arguments.folder))
+    (GaussianPosterior if kind is PosteriorConfig else LowRankPrior).from_pretrained(arguments.folder)
     name_repository(arguments.folder, arguments.repo)
     commit = push_folder(
         arguments.folder,
         arguments.repo,
-        commit_message=arguments.commit_message,
+        commit_message=arguments.commit_message or f"Upload {kind.WHAT}",
         private=arguments.private or None,
         token=arguments.token,
         revision=arguments.revision,
         create_pr=arguments.create_pr,
     )
     yield f"Published: {commit.pr_url or commit.commit_url}"
+
+
+def import_ptyl(arguments: argparse.Namespace) -> Iterator[str]:
+    """Convert a prior that "Pre-Train Your Loss" released (NAME_model.pt, _mean.pt, _variance.pt, _covmat.pt)."""
+    if os.path.exists(arguments.output) and (not os.path.isdir(arguments.output) or os.listdir(arguments.output)):
+        raise ValueError(f"--output: {arguments.output!r} is there already; choose another folder.")
+    model = load_architecture(arguments.model)
+    prior, model = load_ptyl(
+        _existing_folder(arguments.folder),
+        model,
+        arguments.name,
+        num_deviations=arguments.num_deviations,
+        eps=arguments.eps,
+    )
+    prior.save_pretrained(arguments.output, model=model)
+    yield f"{arguments.output}: a prior of rank {prior.rank} over {prior.num_parameters:,} weights of {arguments.model}"
+    yield f'Use it: DEELBoConfig(..., prior="ptyl", prior_name_or_path="{arguments.output}")'
+
+
+def _posterior_rows(config: PosteriorConfig) -> dict[str, Any]:
+    priors = {
+        "l2-zero": "N(0, lambda I)",
+        "l2-sp": "N(pretrained weights, lambda I)",
+        "ptyl": "N(mean of the source task, lambda Sigma), Sigma of low rank",
+    }
+    kind = config.prior.get("kind")
+    return {
+        "what": "posterior",
+        "task": TASK_OF.get(AUTO_CLASSES.get(config.auto_class), "unknown"),
+        "base model": config.base_model,
+        "prior": f"{kind}: {priors[kind]} of the backbone, N(0, tau I) of the head" if kind in priors else kind,
+        "D, parameters": f"{config.num_parameters:,}",
+        "N, training examples": config.num_examples and f"{config.num_examples:,}",
+        "kappa": config.kappa and f"{config.kappa:.6g}",
+        "lambda": f"{config.lambda_:.4g}",
+        "tau": f"{config.tau:.4g}",
+        "sigma": f"{config.sigma:.4g}",
+        "J": config.de_elbo and f"{config.de_elbo['de_elbo']:.6g}",
+        "J per parameter": config.de_elbo and f"{config.de_elbo['de_elbo'] / config.num_parameters:.4f}",
+        "weight samples with batch-norm statistics": len(config.sample_seeds) or None,
+    }
+
+
+def _prior_rows(config: PriorConfig) -> dict[str, Any]:
+    return {
+        "what": "prior (PTYL): N(mu, lambda Sigma), Sigma = S_diag/2 + eps I + Q Q^T / (2K - 2)",
+        "D, parameters of the backbone": f"{config.num_parameters:,}",
+        "K, deviations": config.rank,
+        "eps": config.eps,
+        "tr(Sigma^-1) / D": f"{config.trace_inverse / config.num_parameters:.4g}",
+        "log det Sigma / D": f"{config.log_det / config.num_parameters:.4g}",
+    }
+
+
+def _kind_of(name_or_path: str, options: dict[str, Any] | None = None) -> type[SavedConfig]:
+    """Which of the two is there; the error of a posterior if neither."""
+    try:
+        fetched = fetch(name_or_path, PosteriorConfig, only_config=True, **(options or {}))
+        if (fetched / PosteriorConfig.CONFIG_FILE).exists():
+            return PosteriorConfig
+        return PriorConfig if (fetched / PriorConfig.CONFIG_FILE).exists() else PosteriorConfig
+    except InvalidFilesError:
+        try:
+            fetch(name_or_path, PriorConfig, only_config=True, **(options or {}))
+        except InvalidFilesError:
+            return PosteriorConfig
+        return PriorConfig
 
 
 def _preparation(folder: os.PathLike, task: str) -> Any:
@@ -144,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(run: Any, *positional: tuple[str, str], nargs: str | None = None) -> argparse.ArgumentParser:
-        added = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        added = commands.add_parser(run.__name__.replace("_", "-"), help=run.__doc__, description=run.__doc__)
         added.set_defaults(run=run)
         for name, description in positional:
             added.add_argument(name, help=description, nargs=nargs if name == "inputs" else None)
@@ -157,10 +210,18 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--cache_dir", help="where downloads are kept")
     added.add_argument("--num_samples", type=int, help="weight samples to average; 0 is the posterior mean")
     added.add_argument("--top_k", type=int, default=5, help="how many classes to show")
-    added = command(push, ("folder", "a saved posterior"), ("repo", "user/name on the Hub"))
+    added = command(push, ("folder", "a saved posterior or prior"), ("repo", "user/name on the Hub"))
     added.add_argument("--private", action="store_true", help="make a new repository private")
-    added.add_argument("--commit_message", default="Upload posterior", help="what the commit is")
+    added.add_argument("--commit_message", help="what the commit is")
     added.add_argument("--create_pr", action="store_true", help="open a pull request")
+    added = commands.add_parser("import-ptyl", help=import_ptyl.__doc__, description=import_ptyl.__doc__)
+    added.set_defaults(run=import_ptyl)
+    added.add_argument("folder", help="the released files")
+    added.add_argument("--model", required=True, help="resnet50, another architecture of timm, or a model by name")
+    added.add_argument("--output", required=True, help="where to write the prior")
+    added.add_argument("--name", help="what the files' names start with, if there are several")
+    added.add_argument("--num_deviations", type=int, default=5, help="K, the rank")
+    added.add_argument("--eps", type=float, default=0.1, help="what is added to the diagonal")
     return parser
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import timm
 import torch
 from torch import nn
 from transformers import (
@@ -144,6 +145,18 @@ def load_mean(folder: str | os.PathLike, auto_class: str | None, trust_remote_co
 # weights that a package carries
 EMBEDDED_MODEL = "efficientnet-lite0"
 EMBEDDED_MODELS = {EMBEDDED_MODEL: load_efficientnet_lite0}
+
+
+def load_architecture(name: str) -> PreTrainedModel:
+    """A classifier whose weights are to be replaced: an architecture of timm, untrained, or any pretrained model.
+
+    Example:
+        >>> load_architecture("resnet10t").timm_model.conv1[0].weight.shape
+        torch.Size([24, 3, 3, 3])
+    """
+    if name in timm.list_models():
+        return AutoModelForImageClassification.from_config(TimmWrapperConfig(architecture=name))
+    return load_classifier(name, class_names=["0", "1"])
 
 
 @contextmanager

@@ -4,10 +4,17 @@ import pytest
 import torch
 from conftest import make_model
 from PIL import Image
-from transformers import BertTokenizerFast, ResNetConfig, ResNetForImageClassification, ViTImageProcessor
+from transformers import (
+    AutoModelForImageClassification,
+    BertTokenizerFast,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTImageProcessor,
+)
 
-from hf_deelbo import GaussianPosterior
+from hf_deelbo import GaussianPosterior, LowRankPrior
 from hf_deelbo.cli import main
+from hf_deelbo.modeling import load_architecture
 
 REPO = "alice/posterior"
 
@@ -123,3 +130,49 @@ def test_a_damaged_posterior_is_not_pushed(folder, loopback_hub, capsys):
     assert main(["push", folder, REPO, "--token", token]) == 1
     assert "hash" in capsys.readouterr().err
     assert loopback_hub.requests == []
+
+
+def test_import_ptyl_then_info_and_push(tmp_path, loopback_hub, capsys):
+    source = load_architecture("resnet10t")
+    weights = {
+        name.removeprefix("timm_model."): tensor
+        for name, tensor in source.state_dict().items()
+        if "timm_model.fc." not in name
+    }
+    own = dict(source.timm_model.named_parameters())
+    size = sum(own[name].numel() for name in weights if name in own)
+    (tmp_path / "released").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.cat([own[name].detach().flatten() for name in own if name in weights])
+    deviations = torch.randn(6, size, generator=generator)
+    for part, value in {
+        "model": weights,
+        "mean": mean,
+        "variance": torch.rand(size, generator=generator),
+        "covmat": deviations,
+    }.items():
+        torch.save(value, tmp_path / "released" / f"r_{part}.pt")
+    output = str(tmp_path / "prior")
+    command = ["import-ptyl", str(tmp_path / "released"), "--model", "resnet10t", "--output", output]
+    assert main([*command, "--num_deviations", "3"]) == 0
+    assert "rank 3" in capsys.readouterr().out
+    prior = LowRankPrior.from_pretrained(output)
+    first = prior.deviations["timm_model.conv1.0.weight"]  # of the model's order, so of the flat numbers
+    assert torch.equal(first.reshape(3, -1), deviations[:3, : first[0].numel()])
+    loaded = AutoModelForImageClassification.from_pretrained(output)
+    assert torch.equal(loaded.timm_model.conv1[0].weight, source.timm_model.conv1[0].weight)
+
+    assert main(command) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["info", output]) == 0
+    assert f"{size:,}" in capsys.readouterr().out
+    assert main(["push", output, "alice/prior", "--token", loopback_hub.add_user("alice")]) == 0
+    assert loopback_hub.commits("alice/prior")[0].message == "Upload prior"
+    assert main(["info", "alice/prior"]) == 0
+    assert "K, deviations" in capsys.readouterr().out
+
+
+def test_info_of_a_plain_model(tmp_path, capsys):
+    make_model("vit").save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 1
+    assert "no saved posterior" in capsys.readouterr().err
