@@ -101,7 +101,7 @@ def import_ptyl(arguments: argparse.Namespace) -> Iterator[str]:
         eps=arguments.eps,
     )
     prior.save_pretrained(arguments.output, model=model)
-    yield f"{arguments.output}: a prior of rank {prior.rank} over {prior.num_parameters:,} weights of {arguments.model}"
+    yield f"{arguments.output}: a prior of rank {prior.rank} over {prior.num_parameters:,} backbone weights"
     yield f'Use it: DEELBoConfig(..., prior="ptyl", prior_name_or_path="{arguments.output}")'
 
 
