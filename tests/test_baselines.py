@@ -383,6 +383,17 @@ class TestTrainer:
         whole = snapshot(run("whole").model)
         assert_same(whole, snapshot(run("whole", resume=True).model))
 
+    def test_model_init_gives_each_run_its_own_mu(self, make_map_config):
+        seeds = iter([1, 2, 3])
+        trainer = MAPTrainer(
+            args=make_map_config(alpha_over_n=ALPHA, logging_steps=1),
+            train_dataset=make_dataset("vit"),
+            model_init=lambda: make_model("vit", seed=next(seeds)),
+        )
+        for _ in range(2):
+            trainer.train()
+            assert trainer.state.log_history[0]["penalty_backbone"] == 0  # each starts at its own mu
+
     def test_a_non_finite_gradient_leaves_the_weights(self, make_map_trainer, snapshot, assert_same):
         trainer = make_map_trainer()
         trainer.model.classifier.weight.register_hook(lambda grad: grad * float("inf"))
