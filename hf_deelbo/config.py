@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from transformers import TrainingArguments
 
@@ -13,8 +14,8 @@ _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
 
 
 @dataclass
-class DEELBoConfig(TrainingArguments):
-    """Arguments of `DEELBoTrainer`: those of `TrainingArguments`, and the following.
+class FineTuningConfig(TrainingArguments):
+    """The paper's training protocol, which `DEELBoConfig` and the baselines' `MAPConfig` share.
 
     The prior
 
@@ -26,35 +27,13 @@ class DEELBoConfig(TrainingArguments):
             there too. A `LowRankPrior` can also be passed to the trainer, as `prior=`.
         head_names: modules or parameters that form the head, which has the prior N(0, tau I); found by itself if not
             given.
-
-    The objective
-
-    Args:
-        kappa: weight of the likelihood: `"auto"` is D/N, `1` the plain ELBo, or any positive number.
-        init_sigma: where the posterior's standard deviation starts. The paper's is 1e-4; in runs of a few hundred
-            steps 1e-3 or 1e-2 often reaches a higher J.
         num_train_examples: N, for a training set that does not tell its length.
-
-    Evaluation
-
-    Args:
-        num_eval_samples: `evaluate` and `predict` average the probabilities of so many weight samples; 0 takes the
-            posterior mean.
-        num_elbo_samples: weight samples of `DEELBoTrainer.de_elbo`.
-        recompute_batch_norm: give each weight sample that is evaluated batch-norm statistics of its own, computed over
-            training inputs; if false, it meets the running ones, which fit no sample.
-        num_batch_norm_examples: at most so many inputs, class-balanced, are taken for that.
-        num_saved_samples: `save_model` and pushes save the statistics of so many weight samples, for those who have
-            the posterior but not the training data.
+        num_batch_norm_examples: at most so many inputs, class-balanced, are taken to recompute batch-norm statistics.
 
     Inherited arguments with another default, after the paper: `optim="sgd"` with Nesterov momentum 0.9 and a clip of
     the gradient norm at 1.0, `lr_scheduler_type="cosine"`, `learning_rate=0.01`, `per_device_train_batch_size=128` (or
     N, if that is less), `per_device_eval_batch_size=128`, `dataloader_drop_last=True` (of training batches; evaluation
-    keeps all). `weight_decay` stays 0: the KL is the decay.
-
-    Example:
-        >>> DEELBoConfig(output_dir="outputs", prior="l2-sp", kappa=1).kappa
-        1.0
+    keeps all). `weight_decay` stays 0: the prior is the decay.
     """
 
     prior: str = field(default="l2-sp", metadata={"help": f"Prior of the backbone: {', '.join(PRIORS)}."})
@@ -65,28 +44,11 @@ class DEELBoConfig(TrainingArguments):
     head_names: list[str] | None = field(
         default=None, metadata={"help": "Modules or parameters that form the head; found by itself if not given."}
     )
-
-    kappa: str = field(
-        default="auto",
-        metadata={"help": "Weight of the likelihood: `auto` (D/N) or a positive number; 1 is the plain ELBo."},
-    )
-    init_sigma: float = field(default=1e-4, metadata={"help": "Where the posterior's standard deviation starts."})
     num_train_examples: int | None = field(
         default=None, metadata={"help": "N, for a training set that does not tell its length."}
     )
-
-    num_eval_samples: int = field(
-        default=0, metadata={"help": "Weight samples averaged by evaluate and predict; 0 is the posterior mean."}
-    )
-    num_elbo_samples: int = field(default=10, metadata={"help": "Weight samples for the DE ELBo of a posterior."})
-    recompute_batch_norm: bool = field(
-        default=True, metadata={"help": "Compute batch-norm statistics for each weight sample that is evaluated."}
-    )
     num_batch_norm_examples: int = field(
         default=2048, metadata={"help": "At most so many training inputs are taken for batch-norm statistics."}
-    )
-    num_saved_samples: int = field(
-        default=10, metadata={"help": "Weight samples whose batch-norm statistics are saved with the posterior."}
     )
 
     optim: str = field(default="sgd", metadata={"help": "The optimizer to use."})
@@ -102,6 +64,9 @@ class DEELBoConfig(TrainingArguments):
     dataloader_drop_last: bool = field(
         default=True, metadata={"help": "Drop the last incomplete batch in training; evaluation keeps it."}
     )
+
+    # what takes the place of weight decay, to say so when someone asks for it
+    the_decay: ClassVar[str] = "The prior is the decay."
 
     def __post_init__(self):
         self._check_method()
@@ -122,30 +87,21 @@ class DEELBoConfig(TrainingArguments):
             raise ValueError(
                 'prior_name_or_path: prior="posterior" needs the posterior, a folder or an id on the Hub.'
             )
-        if self.kappa != "auto":
-            self.kappa = _positive_number("kappa", self.kappa, or_else=' or "auto" (D/N)')
-        self.init_sigma = _positive_number("init_sigma", self.init_sigma)
-        for name, least in (
-            ("num_train_examples", 1),
-            ("num_eval_samples", 0),
-            ("num_elbo_samples", 1),
-            ("num_batch_norm_examples", 2),
-            ("num_saved_samples", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}.")
-
+        self._check_counts(num_train_examples=1, num_batch_norm_examples=2)
         for name in ("deepspeed", "fsdp"):
             if getattr(self, name):
                 raise ValueError(f"{name}: sharded parameters are not supported yet; run several processes with DDP.")
 
+    def _check_counts(self, **least: int) -> None:
+        """Each of these arguments must be a whole number of at least so much, if it is given."""
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < lowest):
+                raise ValueError(f"{name}: must be a whole number of at least {lowest}, got {value!r}.")
+
     def _check_inherited(self) -> None:
         if self.weight_decay != 0:
-            raise ValueError(
-                f"weight_decay: must be 0, got {self.weight_decay}. The KL to the prior is the decay, and its "
-                "strength is learned."
-            )
+            raise ValueError(f"weight_decay: must be 0, got {self.weight_decay}. {self.the_decay}")
         if self.label_smoothing_factor != 0:
             raise ValueError(
                 f"label_smoothing_factor: must be 0, got {self.label_smoothing_factor}. Smoothed labels have no "
@@ -153,15 +109,72 @@ class DEELBoConfig(TrainingArguments):
             )
         if self.fp16_full_eval or self.bf16_full_eval:
             wanted = "fp16_full_eval" if self.fp16_full_eval else "bf16_full_eval"
-            raise ValueError(f"{wanted}: 16-bit weights cannot hold the posterior; use `bf16` or `fp16` autocast.")
+            raise ValueError(
+                f"{wanted}: 16-bit weights are too coarse for what is learned; use `bf16` or `fp16` autocast."
+            )
         if any(kind in self.optim for kind in _FUSED_BACKWARD_OPTIMIZERS):
             raise ValueError(
-                f"optim: {self.optim.value} updates the weights inside the backward pass, before the KL's gradient is "
-                'there; use "sgd" or "adamw_torch".'
+                f"optim: {self.optim.value} updates the weights inside the backward pass, before the prior's gradient "
+                'is there; use "sgd" or "adamw_torch".'
             )
 
 
-def _positive_number(name: str, value: float | str, or_else: str = "") -> float:
+@dataclass
+class DEELBoConfig(FineTuningConfig):
+    """Arguments of `DEELBoTrainer`: those of `TrainingArguments`, of `FineTuningConfig`, and the following.
+
+    The objective
+
+    Args:
+        kappa: weight of the likelihood: `"auto"` is D/N, `1` the plain ELBo, or any positive number.
+        init_sigma: where the posterior's standard deviation starts. The paper's is 1e-4; in runs of a few hundred
+            steps 1e-3 or 1e-2 often reaches a higher J.
+
+    Evaluation
+
+    Args:
+        num_eval_samples: `evaluate` and `predict` average the probabilities of so many weight samples; 0 takes the
+            posterior mean.
+        num_elbo_samples: weight samples of `DEELBoTrainer.de_elbo`.
+        recompute_batch_norm: give each weight sample that is evaluated batch-norm statistics of its own, computed over
+            training inputs; if false, it meets the running ones, which fit no sample.
+        num_saved_samples: `save_model` and pushes save the statistics of so many weight samples, for those who have
+            the posterior but not the training data.
+
+    Example:
+        >>> DEELBoConfig(output_dir="outputs", prior="l2-sp", kappa=1).kappa
+        1.0
+    """
+
+    kappa: str = field(
+        default="auto",
+        metadata={"help": "Weight of the likelihood: `auto` (D/N) or a positive number; 1 is the plain ELBo."},
+    )
+    init_sigma: float = field(default=1e-4, metadata={"help": "Where the posterior's standard deviation starts."})
+
+    num_eval_samples: int = field(
+        default=0, metadata={"help": "Weight samples averaged by evaluate and predict; 0 is the posterior mean."}
+    )
+    num_elbo_samples: int = field(default=10, metadata={"help": "Weight samples for the DE ELBo of a posterior."})
+    recompute_batch_norm: bool = field(
+        default=True, metadata={"help": "Compute batch-norm statistics for each weight sample that is evaluated."}
+    )
+    num_saved_samples: int = field(
+        default=10, metadata={"help": "Weight samples whose batch-norm statistics are saved with the posterior."}
+    )
+
+    the_decay: ClassVar[str] = "The KL to the prior is the decay, and its strength is learned."
+
+    def _check_method(self) -> None:
+        super()._check_method()
+        if self.kappa != "auto":
+            self.kappa = positive_number("kappa", self.kappa, or_else=' or "auto" (D/N)')
+        self.init_sigma = positive_number("init_sigma", self.init_sigma)
+        self._check_counts(num_eval_samples=0, num_elbo_samples=1, num_saved_samples=0)
+
+
+def positive_number(name: str, value: float | str, or_else: str = "") -> float:
+    """The value of an argument as a positive number, or a `ValueError` that names it."""
     try:
         number = float(value)
     except (TypeError, ValueError):

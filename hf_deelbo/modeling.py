@@ -179,6 +179,24 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(mode)
 
 
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of the trainable parameters by name.
+
+    Where the loss does not reach there is a zero to add to: a prior pulls there too.
+
+    Example:
+        >>> gradients_of(nn.Linear(2, 1))
+        {'weight': tensor([[0., 0.]]), 'bias': tensor([0.])}
+    """
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = parameter.grad
+    return gradients
+
+
 def _named_head(model: nn.Module, head_names: Iterable[str]) -> set[int]:
     head = set()
     for wanted in head_names:

@@ -19,7 +19,7 @@ from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_co
 from .files import replaced_together
 from .hub import fetch, library_versions, public_name, push_folder
 from .model_card import PosteriorCardData, save_card
-from .modeling import TASK_OF, auto_class_of, in_eval_mode
+from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode
 from .noise import add_noise_to_block_
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
@@ -209,7 +209,7 @@ class GaussianPosterior:
         if not self.is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
-        weights, gradients = self.parameters(), self._gradients()
+        weights, gradients = self.parameters(), gradients_of(self.model)
         inner_product = kl_gradient = torch.zeros_like(sigma)
         for prior, variance in ((self.prior, self.lambda_), (self.head_prior, self.tau)):
             if prior.num_parameters:
@@ -468,16 +468,6 @@ class GaussianPosterior:
         if not (math.isfinite(kappa) and kappa > 0):
             raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
         return float(kappa)
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by name; a parameter that the loss does not reach starts from zero, as the KL pulls it too."""
-        gradients = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients[name] = parameter.grad
-        return gradients
 
     def _make_room_for_mean(self, weights: Tensors) -> None:
         """Allocate the copy of the means once; it is used again by every sample."""

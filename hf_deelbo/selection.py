@@ -5,7 +5,6 @@ all for a small part of the steps, drops the half with the lower J, trains the r
 halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.6 runs instead of 4.
 """
 
-import json
 import math
 import os
 import shutil
@@ -19,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from .files import write_whole
+from .results_file import ResultsFile
 from .trainer import DEELBoTrainer
 
 logger = logging.get_logger(__name__)
@@ -194,13 +193,14 @@ class _Session:
         num_samples: int | None,
     ):
         self.make_trainer, self.folder, self.num_samples = make_trainer, folder, num_samples
-        self.settings = {"method": method, "candidates": [asdict(candidate) for candidate in candidates]}
-        self.file = folder / RESULTS_FILE
-        self.trials: list[Trial] = []
-        self.max_steps = None
+        search = {"method": method, "candidates": [asdict(candidate) for candidate in candidates]}
+        self.file = ResultsFile(folder / RESULTS_FILE, search)
+        known = self.file.read()
+        self.max_steps = known.get("max_steps")
+        self.trials = [
+            Trial(**{**trial, "candidate": Candidate(**trial["candidate"])}) for trial in known.get("trials", [])
+        ]
         self._trainers: dict[Candidate, DEELBoTrainer] = {}
-        if self.file.exists():
-            self._load()
 
     def run(self, candidate: Candidate, part: float) -> Trial:
         """Train a candidate up to a part of its steps and measure J; what was done before is not done again."""
@@ -220,7 +220,7 @@ class _Session:
         logger.info(f"{candidate.name}: J = {value:.6g} after {steps} of {self.max_steps} steps")
         self._trainers[candidate] = trainer
         self.trials.append(trial)
-        self._save()
+        self.file.write({"max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]})
         return trial
 
     def trainer_of(self, candidate: Candidate) -> DEELBoTrainer:
@@ -259,22 +259,6 @@ class _Session:
         finally:
             trainer.remove_callback(_StopAt)
         return value if math.isfinite(value) else -math.inf
-
-    def _save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        content = {**self.settings, "max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]}
-        write_whole(self.file, json.dumps(content, indent=2))  # a diverged J is -Infinity, which Python reads back
-
-    def _load(self) -> None:
-        content = json.loads(self.file.read_text())
-        if {key: content[key] for key in self.settings} != self.settings:
-            raise ValueError(
-                f"folder: {self.folder} holds a selection among other candidates or by another method. Choose another "
-                "folder, or remove it."
-            )
-        self.max_steps = content["max_steps"]
-        for trial in content["trials"]:
-            self.trials.append(Trial(**{**trial, "candidate": Candidate(**trial["candidate"])}))
 
 
 def _num_steps(trainer: DEELBoTrainer) -> int:

@@ -154,7 +154,7 @@ class TestRefusals:
     def test_the_folder_of_another_selection(self, task):
         select(task.make_trainer, CANDIDATES[:1], task.folder)
         assert json.loads((task.folder / "selection.json").read_text())["method"] == "halving"
-        with pytest.raises(ValueError, match="holds a selection among other candidates"):
+        with pytest.raises(ValueError, match=r"holds another search \(it differs in: candidates\)"):
             select(task.make_trainer, CANDIDATES[:2], task.folder)
 
 

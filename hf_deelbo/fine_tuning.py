@@ -1,0 +1,313 @@
+"""What all trainers of this package share: the mean NLL of a batch as a loss, N, the backbone's prior, the data."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import TrainOutput, has_length
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
+
+from .config import SAVED_PRIORS, FineTuningConfig
+from .data import class_balanced_indices, column_of_labels
+from .posterior import GaussianPosterior
+from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
+
+logger = logging.get_logger(__name__)
+
+
+class FineTuningTrainer(Trainer):
+    """A `Trainer` of classifiers by the paper's protocol; `DEELBoTrainer` and `MAPTrainer` add their objective.
+
+    Args:
+        args: a `config_class`.
+        prior: the backbone's prior, over its trainable parameters by name, in place of the one that `args.prior`
+            names.
+        unaugmented_dataset: the training set without augmentation; default is `train_dataset` itself.
+    """
+
+    # `compute_loss` returns the mean over a batch, so Trainer divides by the number of accumulated batches
+    loss_is_scaled_for_ga = False
+    config_class = FineTuningConfig
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: FineTuningConfig | None = None,
+        *trainer_args: Any,
+        prior: GaussianPrior | None = None,
+        unaugmented_dataset: Dataset | datasets.Dataset | None = None,
+        **trainer_kwargs: Any,
+    ):
+        wanted = self.config_class
+        args = wanted("trainer_output") if args is None else args
+        if not isinstance(args, wanted):
+            raise TypeError(
+                f"args: must be a {wanted.__name__}, got {type(args).__name__}; it takes the same arguments."
+            )
+        self._given_prior = prior
+        self._unaugmented_dataset = unaugmented_dataset
+        self._batch_weight = 1.0
+        super().__init__(model, args, *trainer_args, **trainer_kwargs)
+        self._refuse_unsupported()
+        if self.train_dataset is not None:
+            self._keep_batch_within_dataset()
+
+    # ---- The prior and N -------------------------------------------------------------------------------------------
+
+    def _make_prior(self, head_names: list[str]) -> GaussianPrior:
+        if self._given_prior is not None:
+            return self._given_prior
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        backbone = {name: p for name, p in trainable.items() if name not in head_names}
+        if self.args.prior in SAVED_PRIORS:
+            return self._load_prior(backbone)
+        return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)
+
+    def _load_prior(self, backbone: dict[str, torch.Tensor]) -> GaussianPrior:
+        name = self.args.prior_name_or_path
+        if name is None:
+            raise ValueError(
+                'prior: "ptyl" needs the prior itself. Set `prior_name_or_path` to where it was saved, or pass '
+                "`prior=LowRankPrior(...)` to the trainer."
+            )
+        options = {"revision": self.args.prior_revision, "token": self.args.hub_token}
+        if self.args.prior == "ptyl":
+            saved = LowRankPrior.from_pretrained(name, **options)
+        else:
+            saved = GaussianPosterior.from_pretrained(name, **options).as_prior()
+        saved.check_matches(backbone)
+        device = next(iter(backbone.values())).device
+        state = {name: tensor.to(device) for name, tensor in saved.state_dict().items()}
+        prior = prior_from(saved.config, state, backbone)
+        if prior.mahalanobis(backbone) > 0:
+            logger.warning(f"The model does not start at the prior's mean; load it from {name!r}, as the prior is.")
+        return prior
+
+    def _num_train_examples(self) -> int | None:
+        if self.args.num_train_examples is not None or self.train_dataset is None:
+            return self.args.num_train_examples
+        if not has_length(self.train_dataset):
+            raise ValueError(
+                "num_train_examples: the training set does not tell its length, and the objective needs N. Set "
+                "`num_train_examples` to the number of different examples it yields."
+            )
+        if len(self.train_dataset) == 0:
+            raise ValueError("train_dataset: it is empty; there is nothing to learn from.")
+        return len(self.train_dataset)
+
+    def _keep_batch_within_dataset(self) -> None:
+        """min(batch size, N): a batch larger than the training set would be dropped as incomplete."""
+        args = self.args
+        if not (args.dataloader_drop_last and has_length(self.train_dataset)):
+            return
+        most = max(1, len(self.train_dataset) // (args.world_size * max(1, args.n_gpu)))
+        if args.per_device_train_batch_size > most:
+            logger.warning_once(f"The training set is smaller than a batch: per_device_train_batch_size={most}.")
+            args.per_device_train_batch_size = most
+            self._train_batch_size = args.train_batch_size
+
+    # ---- Training --------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimiser of `Trainer` or your own, without weight decay."""
+        optimizer = super().create_optimizer(model)
+        for group in optimizer.param_groups:
+            if group.get("weight_decay", 0) != 0:
+                raise ValueError(
+                    f"optimizer: its weight_decay must be 0, got {group['weight_decay']}. {self.args.the_decay}"
+                )
+        return optimizer
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._nll_since_log, self._steps_since_log = torch.zeros((), device=self.args.device), 0
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """The batches of one optimiser step, whose sizes are noted so that `training_step` can weigh them."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        sizes = [find_batch_size(batch) or 1 for batch in batches]
+        self._mean_batch_size = sum(sizes) / max(1, len(sizes))
+        return batches, num_items
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch of a step; `Trainer` averages them, so a smaller one must weigh less."""
+        self._batch_weight = (find_batch_size(inputs) or 1) / self._mean_batch_size
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._batch_weight = 1.0
+        self._nll_since_log += self._last_nll / self.current_gradient_accumulation_steps
+        self._steps_since_log += int(self.accelerator.sync_gradients)
+        return loss
+
+    def _mean_nll_of_batch(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """The mean NLL of a batch, weighed by its size in a training step, and the model's outputs."""
+        labels = inputs.get("labels")
+        if model.training and labels is not None and (self.state.epoch or 0) < 1:  # each example once
+            self._check_labels(labels)
+        nll, outputs = super().compute_loss(model, dict(inputs), return_outputs=True)
+        nll = nll.mean()  # over the devices of a `DataParallel` model
+        if model.training:
+            nll = nll * self._batch_weight
+            self._last_nll = nll.detach()
+        return nll, outputs
+
+    def _loss_scale(self) -> torch.Tensor | float:
+        scaler = self.accelerator.scaler
+        return 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
+
+    def _raise_non_finite(self, loss: torch.Tensor, situation: str) -> None:
+        self.model.zero_grad()
+        raise FloatingPointError(
+            f"Step {self.state.global_step + 1}: the loss ({float(loss):.4g}) or its gradient is not finite, with "
+            f"{situation}. The model is at the weights that the step started from. Try a smaller learning_rate than "
+            f"{self.args.learning_rate}, and look for bad values in the inputs."
+        )
+
+    def _check_labels(self, labels: torch.Tensor) -> None:
+        if self.compute_loss_func is not None:
+            return
+        num_labels = getattr(getattr(self.model, "config", None), "num_labels", None)
+        if labels.is_floating_point() or labels.dim() != 1 or num_labels == 1:
+            raise ValueError(
+                f"labels: expected one class index per example, got {labels.dtype} of shape {tuple(labels.shape)} for "
+                f"a head of {num_labels} outputs. For another likelihood (several labels, regression, tokens) pass "
+                "`compute_loss_func`, which returns the mean negative log likelihood of the examples."
+            )
+        lowest, highest = int(labels.min()), int(labels.max())
+        if lowest < 0 or (num_labels is not None and highest >= num_labels):
+            raise ValueError(
+                f"labels: found {lowest if lowest < 0 else highest}, but the head has {num_labels} classes, 0 to "
+                f"{num_labels - 1 if num_labels else '?'}. Load the model with the dataset's `num_labels`."
+            )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the NLL since the last log beside the loss, and what `_parts_of_loss` adds."""
+        if "loss" in logs:
+            nll = self.accelerator.gather(self._nll_since_log).mean().item() / max(1, self._steps_since_log)
+            logs |= {"nll": nll, **self._parts_of_loss(nll)}
+            self._nll_since_log.zero_()
+            self._steps_since_log = 0
+        super().log(logs, start_time)
+
+    def _parts_of_loss(self, nll: float) -> dict[str, float]:
+        return {}
+
+    # ---- Data ------------------------------------------------------------------------------------------------------
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """`Trainer`'s, but `dataloader_drop_last` is for training: an evaluation keeps every example."""
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drop_last and is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
+    def _training_inputs(self) -> Any:
+        dataset = self.train_dataset if self._unaugmented_dataset is None else self._unaugmented_dataset
+        if dataset is None:
+            raise ValueError("dataset: the trainer has no `train_dataset` to compute this on; give it one.")
+        return dataset
+
+    def _batch_norm_inputs(self) -> "_Mapped":
+        """Batches of at most `num_batch_norm_examples` training inputs, class-balanced, without labels."""
+        inputs, most = self._training_inputs(), self.args.num_batch_norm_examples
+        if has_length(inputs) and len(inputs) > most:
+            labels = column_of_labels(inputs) or [0] * len(inputs)
+            inputs = Subset(self._without_unused_columns(inputs), class_balanced_indices(labels, most, self.args.seed))
+        return self._batches(inputs, without=self.label_names)
+
+    def _without_unused_columns(self, dataset: Any) -> Any:
+        return self._remove_unused_columns(dataset) if isinstance(dataset, datasets.Dataset) else dataset
+
+    def _batches(self, dataset: Any, without: Sequence[str] = ()) -> "_Mapped":
+        """Batches in order, on the device, not sharded; `without` are keys left out."""
+        collator = self.data_collator
+        if not isinstance(dataset, datasets.Dataset):
+            collator = self._get_collator_with_removed_columns(collator)
+        dataset = self._without_unused_columns(dataset)
+        loader = DataLoader(
+            dataset,
+            **self._batching(dataset),
+            collate_fn=collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
+        )
+
+        def prepare(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            return self._prepare_inputs({key: value for key, value in inputs.items() if key not in without})
+
+        return _Mapped(prepare, loader)
+
+    def _batching(self, dataset: Any) -> dict[str, Any]:
+        """Batches as equal as they can be: batch norm has no statistics of a single example left over."""
+        if not has_length(dataset):
+            return {"batch_size": self.args.eval_batch_size}
+        num_batches = math.ceil(len(dataset) / self.args.eval_batch_size)
+        return {"batch_sampler": [part.tolist() for part in torch.arange(len(dataset)).tensor_split(num_batches)]}
+
+    def _progress(self, items: Iterable, description: str) -> Iterable:
+        disable = self.args.disable_tqdm or not self.is_local_process_zero()
+        return tqdm(items, desc=description, disable=disable, leave=False)
+
+    def _refuse_unsupported(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # by accelerate's configuration
+            wanted = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
+            raise ValueError(f"{wanted}: sharded parameters are not supported yet; run several processes with DDP.")
+        if self.is_model_parallel:
+            raise ValueError("model: it is spread over several devices; load it on one, without `device_map`.")
+
+    # ---- Checkpoints -----------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Load the weights and the logs of a checkpoint, to use them without training on."""
+        self._load_from_checkpoint(checkpoint)
+        self.state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._has_other_names(resume_from_checkpoint):
+            loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(loaded.state_dict())
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _has_other_names(self, checkpoint: str) -> bool:
+        """Whether `save_pretrained` wrote the weights under the names of the original architecture.
+
+        It does for ViT, among others. `Trainer` looks for the model's present names, does not find them, and goes on
+        from what the model happens to hold, with a warning; `from_pretrained` translates them.
+        """
+        path = os.path.join(checkpoint, SAFE_WEIGHTS_NAME)
+        if not isinstance(self.model, PreTrainedModel) or not os.path.isfile(path):
+            return False
+        with safe_open(path, framework="pt") as file:
+            return not set(file.keys()) <= self.model.state_dict().keys()
+
+
+class _Mapped:
+    """`map(function, iterable)`, any number of times."""
+
+    def __init__(self, function: Callable, iterable: Iterable):
+        self.function, self.iterable = function, iterable
+
+    def __iter__(self) -> Iterator:
+        return map(self.function, self.iterable)
