@@ -1,10 +1,10 @@
-"""What a step of `DEELBoTrainer` costs over one of the plain `Trainer`: time and peak memory.
+"""What a step of `DEELBoTrainer` costs over one of the plain `Trainer`, and PTYL's prior over L2-SP: time and memory.
 
     python examples/benchmarks/step_cost.py
     python examples/benchmarks/step_cost.py --models resnet50 --rounds 20 --output step_cost.json
 
-Both trainers run the same model, data and optimiser in one process and take turns, a few steps at a time, so that a
-busy machine slows both alike. Memory is the peak of a process of its own for each. Weights are random: neither time
+The trainers run the same model, data and optimiser in one process and take turns, a few steps at a time, so that a
+busy machine slows all alike. Memory is the peak of a process of its own for each. Weights are random: neither time
 nor memory depends on them.
 """
 
@@ -34,7 +34,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior
+from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
+from hf_deelbo.modeling import head_parameter_names
 
 
 def efficientnet_lite0() -> tuple[PreTrainedModel, dict]:
@@ -65,7 +66,9 @@ def images(batch_size: int, size: int = 64) -> dict[str, torch.Tensor]:
 
 # the model, and the ratio of times that the project allows itself
 MODELS = {"efficientnet-lite0": (efficientnet_lite0, 1.05), "resnet50": (resnet50, 1.15), "minilm": (minilm, 1.15)}
-METHODS = ("plain", "deelbo")
+METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
+PTYL_RANK = 5
+PTYL_TARGET = 1.10  # over L2-SP
 
 
 class StepTimer(TrainerCallback):
@@ -93,9 +96,9 @@ class PhaseTimer:
         sampled = posterior.sampled
 
         @contextmanager
-        def timed_sampled(*key: int) -> Iterator[None]:
+        def timed_sampled(*key: int, **kwargs) -> Iterator[None]:
             start = time.perf_counter()
-            with sampled(*key):
+            with sampled(*key, **kwargs):
                 self.seconds["copy w_bar, draw and add the noise"].append(time.perf_counter() - start)
                 yield
 
@@ -131,41 +134,53 @@ def make_trainer(method: str, name: str, steps: int, folder: str) -> tuple[Train
         "disable_tqdm": True,
     }
     timer = StepTimer()
-    make, args = (
-        (Trainer, TrainingArguments(**settings))
-        if method == "plain"
-        else (DEELBoTrainer, DEELBoConfig(**settings, prior="l2-sp"))
-    )
-    return make(model, args, train_dataset=examples, callbacks=[timer]), timer
+    if method == "plain":
+        return Trainer(model, TrainingArguments(**settings), train_dataset=examples, callbacks=[timer]), timer
+    prior = low_rank_prior(model) if method == "ptyl" else None
+    config = DEELBoConfig(**settings, prior="ptyl" if method == "ptyl" else "l2-sp")
+    return DEELBoTrainer(model, config, train_dataset=examples, callbacks=[timer], prior=prior), timer
+
+
+def low_rank_prior(model: PreTrainedModel) -> LowRankPrior:
+    """Of rank 5, around the model's weights."""
+    head = set(head_parameter_names(model))
+    mean = {name: p.detach().clone() for name, p in model.named_parameters() if name not in head}
+    diagonal = {name: 1e-4 * torch.rand_like(p) for name, p in mean.items()}
+    deviations = {name: 1e-2 * torch.randn(PTYL_RANK, *p.shape) for name, p in mean.items()}
+    return LowRankPrior(mean, diagonal, deviations)
 
 
 def measure_time(name: str, rounds: int, steps: int) -> dict:
     """Median seconds of a step of each method, taking turns."""
     with tempfile.TemporaryDirectory() as folder:
         trainers = {method: make_trainer(method, name, steps, folder) for method in METHODS}
-        phases = PhaseTimer(trainers["deelbo"][0].posterior)
+        phases = {method: PhaseTimer(trainers[method][0].posterior) for method in METHODS[1:]}
         for round_ in range(rounds + 1):
-            for trainer, timer in trainers.values():
+            for method, (trainer, timer) in trainers.items():
                 trainer.train()
                 if round_ == 0:  # warm up
                     timer.seconds.clear()
-            if round_ == 0:
-                phases.seconds.clear()
+                    if method in phases:
+                        phases[method].seconds.clear()
     medians = {method: statistics.median(timer.seconds) for method, (_, timer) in trainers.items()}
-    # a ratio for each round, whose two halves ran one after the other
-    ratios = [
-        statistics.median(trainers["deelbo"][1].seconds[i : i + steps])
-        / statistics.median(trainers["plain"][1].seconds[i : i + steps])
-        for i in range(0, rounds * steps, steps)
-    ]
-    quartiles = statistics.quantiles(ratios, n=4)
-    return {
-        "num_parameters": trainers["deelbo"][0].posterior.num_parameters,
-        "seconds": medians,
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": [quartiles[0], quartiles[2]],
-        "phases": {phase: statistics.median(values) for phase, values in phases.seconds.items()},
+    result = {"num_parameters": trainers["deelbo"][0].posterior.num_parameters, "seconds": medians}
+    for method, other in (("deelbo", "plain"), ("ptyl", "deelbo")):
+        # a ratio for each round, whose parts ran one after the other
+        ratios = [
+            statistics.median(trainers[method][1].seconds[i : i + steps])
+            / statistics.median(trainers[other][1].seconds[i : i + steps])
+            for i in range(0, rounds * steps, steps)
+        ]
+        quartiles = statistics.quantiles(ratios, n=4)
+        result[f"{method}_over_{other}"] = {
+            "ratio": statistics.median(ratios),
+            "quartiles": [quartiles[0], quartiles[2]],
+        }
+    result["phases"] = {
+        method: {phase: statistics.median(values) for phase, values in timer.seconds.items()}
+        for method, timer in phases.items()
     }
+    return result
 
 
 def measure_memory(name: str, repeats: int = 3) -> dict[str, int]:
@@ -190,17 +205,28 @@ def print_peak_memory(name: str, method: str) -> None:
 def report(name: str, result: dict) -> str:
     """One model's lines."""
     seconds, peaks, size = result["seconds"], result["peak_bytes"], result["num_parameters"]
-    low, high = result["ratio_quartiles"]
-    extra = (peaks["deelbo"] - peaks["plain"]) / (4 * size)
+    extra = {
+        method: (peaks[method] - peaks[other]) / (4 * size)
+        for method, other in (("deelbo", "plain"), ("ptyl", "deelbo"))
+    }
     lines = [
         f"{name}: D = {size:,}, {torch.get_num_threads()} threads",
-        f"  time    plain {seconds['plain']:.3f} s   DE ELBo {seconds['deelbo']:.3f} s   ratio {result['ratio']:.3f}"
-        f" (quartiles {low:.3f}-{high:.3f}, target {MODELS[name][1]})",
-        f"  memory  plain {peaks['plain'] / 2**20:.0f} MiB   DE ELBo {peaks['deelbo'] / 2**20:.0f} MiB"
-        f"   extra {extra:.2f} x D floats, {extra - 1:.2f} over L2-SP, which keeps mu (target 2)",
+        "  time    " + "   ".join(f"{method} {value:.3f} s" for method, value in seconds.items()),
+        f"          DE ELBo / plain {_ratio(result['deelbo_over_plain'], MODELS[name][1])}",
+        f"          PTYL / L2-SP    {_ratio(result['ptyl_over_deelbo'], PTYL_TARGET)}",
+        "  memory  " + "   ".join(f"{method} {value / 2**20:.0f} MiB" for method, value in peaks.items()),
+        f"          DE ELBo over plain {extra['deelbo']:.2f} x D floats, {extra['deelbo'] - 1:.2f} over L2-SP's mu "
+        "(target 2)",
+        f"          PTYL over L2-SP    {extra['ptyl']:.2f} x D floats, for S_diag and Q: {PTYL_RANK + 1}",
     ]
-    lines += [f"    {phase:34}{1000 * value:7.1f} ms" for phase, value in result["phases"].items()]
+    for method, phases in result["phases"].items():
+        lines += [f"    {method:8}{phase:34}{1000 * value:7.1f} ms" for phase, value in phases.items()]
     return "\n".join(lines)
+
+
+def _ratio(measured: dict, target: float) -> str:
+    low, high = measured["quartiles"]
+    return f"{measured['ratio']:.3f} (quartiles {low:.3f}-{high:.3f}, target {target})"
 
 
 def main() -> None:
