@@ -58,7 +58,7 @@ class MAPConfig(FineTuningConfig):
     The penalty
 
     Args:
-        alpha_over_n: alpha/N, the backbone's penalty for `"l2-zero"` and `"l2-sp"`; alpha = 1/lambda.
+        alpha_over_n: alpha/N, the backbone's penalty for all priors but `"ptyl"`; alpha = 1/lambda.
         beta_over_n: beta/N, the head's penalty; beta = 1/tau.
         lambda_: the prior variance of the backbone for `"ptyl"`, in place of alpha/N.
 
@@ -73,7 +73,7 @@ class MAPConfig(FineTuningConfig):
         1.0
     """
 
-    alpha_over_n: float = field(default=0.0, metadata={"help": "alpha/N, the backbone's penalty for l2-zero, l2-sp."})
+    alpha_over_n: float = field(default=0.0, metadata={"help": "alpha/N, the backbone's penalty; not for ptyl."})
     beta_over_n: float = field(default=0.0, metadata={"help": "beta/N = 1/(tau N), the head's penalty."})
     lambda_: float | None = field(default=None, metadata={"help": "Prior variance of the backbone for ptyl."})
     recompute_batch_norm: bool = field(
@@ -120,8 +120,8 @@ class MAPTrainer(FineTuningTrainer):
 
     Args:
         args: a `MAPConfig`.
-        prior: the backbone's prior, over its trainable parameters by name; needed for `args.prior="ptyl"` and in
-            place of the one that `args.prior` names.
+        prior: the backbone's prior, over its trainable parameters by name, in place of the one that `args.prior`
+            names.
         unaugmented_dataset: the training set without augmentation, for batch-norm statistics; default is
             `train_dataset` itself.
         compute_loss_func: a likelihood of your own: `(outputs, labels, num_items_in_batch=None)` to the *mean*
@@ -435,6 +435,14 @@ class SearchResult:
     def seconds(self) -> float:
         """The whole cost in seconds."""
         return sum(trial.seconds for trial in self.trials) + self.final_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, with the cost: NLL and accuracy of a trial that diverged are null."""
+        content = asdict(self) | {"runs": self.runs, "seconds": self.seconds}
+        for trial in content["trials"]:
+            for name in ("validation_nll", "validation_accuracy"):
+                trial[name] = trial[name] if math.isfinite(trial[name]) else None
+        return content
 
 
 # a trainer for a setting, that writes into the folder and trains and evaluates on the split

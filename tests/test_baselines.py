@@ -594,6 +594,9 @@ class TestChoice:
         assert result.trials[0].validation_nll == math.inf
         assert math.isnan(result.trials[0].validation_accuracy)
         assert result.runs == (4.25 if bad == math.inf else 5)
+        as_json = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        assert [trial["validation_nll"] for trial in as_json["trials"]] == [None, 0.5, 0.5, 0.6]
+        assert (as_json["best"]["beta_over_n"], as_json["runs"]) == (0.0, result.runs)
         # read back from the file
         assert grid_search(task.make_trainer, SETTINGS, tmp_path, LABELS)[1].trials[0].validation_nll == math.inf
 
