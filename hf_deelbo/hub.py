@@ -37,7 +37,9 @@ FORMAT_VERSION = 1
 LIBRARIES = ("hf-deelbo", "transformers", "torch", "datasets", "safetensors", "huggingface-hub")
 # what a run leaves beside a posterior: pickles, logs, checkpoints
 UNPUBLISHED = (*WORKING_FOLDERS, ".*", "_*", "checkpoint-*", "runs", "*.bin", "*.pt", "*.pth", "*.pkl")
-DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+# what loading needs, at the top of a repository: not its figures and checkpoints
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+SUBFOLDERS = "*/*"
 
 
 def library_versions() -> dict[str, str]:
@@ -191,7 +193,7 @@ def fetch(
         config = hf_hub_download(name, kind.CONFIG_FILE, **options)
         if only_config:
             return Path(config).parent
-        folder = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
+        folder = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), ignore_patterns=SUBFOLDERS, **options))
         for file in kind.load(folder).sha256:
             if not (folder / file).exists():  # without an answer of the Hub, a snapshot is what the cache has of it
                 with suppress(RemoteEntryNotFoundError):

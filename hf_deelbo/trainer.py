@@ -328,7 +328,8 @@ class DEELBoTrainer(FineTuningTrainer):
         checkpoint = Path(checkpoint_folder)
         with_checkpoint = args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
         path_in_repo = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
-        also = {f"{path_in_repo}/{path.name}": path for path in checkpoint.iterdir()} if with_checkpoint else {}
+        files = [path for path in checkpoint.iterdir() if path.is_file()] if with_checkpoint else []
+        also = {f"{path_in_repo}/{path.name}": path for path in files}
         job = self._push_output_dir(
             f"Training in progress, step {self.state.global_step}", token=args.hub_token, also=also, run_as_future=True
         )

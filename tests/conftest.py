@@ -4,16 +4,22 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import importlib.util
 import runpy
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers.utils.hub
 from huggingface_hub import close_session, constants, file_download, hf_api
 from huggingface_hub.utils import _http
 from loopback_hub import LoopbackHub
+from PIL import Image
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -73,6 +79,16 @@ def tiny_bert() -> PreTrainedModel:
         num_labels=NUM_LABELS,
     )
     return BertForSequenceClassification(config)
+
+
+def load_example(name: str) -> ModuleType:
+    """A script of `examples/`, as a module."""
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
 
 
 def add_noise_(tensors: dict[str, torch.Tensor], sigma: torch.Tensor, key: tuple[int, ...]) -> None:
@@ -159,6 +175,30 @@ def assert_same() -> Callable:
             assert torch.equal(one[name], other[name]), name
 
     return check
+
+
+@pytest.fixture
+def shades(tmp_path) -> str:
+    """A dataset of dark, middle and bright images, as a folder."""
+    random = np.random.default_rng(0)
+    for split, size in (("train", 30), ("test", 9)):
+        labels = [i % 3 for i in range(size)]
+        images = [Image.fromarray(np.uint8(random.integers(0, 60, (10, 12, 3)) + 80 * label)) for label in labels]
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
+        (tmp_path / "shades" / "data").mkdir(parents=True, exist_ok=True)
+        rows = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+        rows.to_parquet(tmp_path / "shades" / "data" / f"{split}-00000-of-00001.parquet")
+    return str(tmp_path / "shades")
+
+
+@pytest.fixture
+def tiny_vit(tmp_path) -> str:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    return str(tmp_path / "vit")
 
 
 @pytest.fixture

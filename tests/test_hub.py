@@ -154,7 +154,9 @@ class TestTrainerPushes:
         assert pushes(loopback_hub) == (during or ["End of training"])  # nothing new is no commit
         assert published(loopback_hub) >= FILES
         assert not any("training_args" in name for name in published(loopback_hub))
+        before = len(loopback_hub.requests)
         loaded = GaussianPosterior.from_pretrained(REPO)
+        assert not any("checkpoint" in path for _, path, _ in loopback_hub.requests[before:])
         expected = trainer.posterior.predict_proba({"pixel_values": INPUTS}, 2)
         assert torch.equal(loaded.predict_proba({"pixel_values": INPUTS}, 2), expected)
 

@@ -1,17 +1,15 @@
 """The run script: its arguments, the paper's protocol, and what a run leaves behind."""
 
-import importlib.util
 import json
 import math
 import sys
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import make_model
+from conftest import load_example, make_model
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
@@ -20,48 +18,16 @@ from transformers import (
     AutoModelForImageClassification,
     BertTokenizerFast,
     TrainerCallback,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from hf_deelbo import GaussianPosterior
 from hf_deelbo.data import decode_image
 from hf_deelbo.selection import Candidate
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "run_deelbo.py"
-
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("run_deelbo", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["run_deelbo"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def shades(tmp_path) -> str:
-    """A dataset of dark, middle and bright images, as a folder."""
-    random = np.random.default_rng(0)
-    for split, size in (("train", 30), ("test", 9)):
-        labels = [i % 3 for i in range(size)]
-        images = [Image.fromarray(np.uint8(random.integers(0, 60, (10, 12, 3)) + 80 * label)) for label in labels]
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
-        (tmp_path / "shades" / "data").mkdir(parents=True, exist_ok=True)
-        rows = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
-        rows.to_parquet(tmp_path / "shades" / "data" / f"{split}-00000-of-00001.parquet")
-    return str(tmp_path / "shades")
-
-
-@pytest.fixture
-def tiny_vit(tmp_path) -> str:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    return str(tmp_path / "vit")
+    return load_example("run_deelbo")
 
 
 def run(script, monkeypatch, *arguments: str) -> None:
