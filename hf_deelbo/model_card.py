@@ -1,13 +1,14 @@
 """The model card of a learned posterior: data gathered in training, and a README.md that its users can edit.
 
-The words are in `templates/`; here is what fills them. Nothing that a name or a setting contains can become metadata,
-markdown or HTML, and no path of the author's machine is shown.
+The words are in `templates/`, those of every card in `card.md`; here is what fills them. Nothing that a name or a
+setting contains can become metadata, markdown or HTML, and no path of the author's machine is shown.
 """
 
 import hashlib
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,8 +34,8 @@ LONGEST_NAME = 200
 
 
 @dataclass
-class PosteriorCardData:
-    """What a card tells, gathered in training; what is `None`, `nan` or empty is left out of the card.
+class CardData(ABC):
+    """What any card tells; what is `None`, `nan` or empty is left out of the card.
 
     Attributes:
         task: `"image-classification"` or `"text-classification"`.
@@ -44,11 +45,7 @@ class PosteriorCardData:
         num_examples: N, the size of the training set.
         num_test_examples: how many examples `metrics` were measured on.
         num_parameters: D.
-        prior: `"l2-sp"`, `"l2-zero"`, `"ptyl"`, ...
-        kappa, lambda_, tau, sigma: as in the posterior.
-        de_elbo: `DEELBo.to_dict()` of the training set.
-        metrics: `accuracy`, `nll`, `ece` and `brier` at the posterior `"mean"`, and of the `"average"` over samples.
-        num_samples: S, the weight samples of that average.
+        metrics: `accuracy`, `nll`, `ece` and `brier`, as far as they were measured.
         training: settings, by name: learning rate, steps, batch size, seed, how they were chosen, ...
         preprocessing: what was done to the inputs, by name.
         versions: of packages, by name.
@@ -57,7 +54,8 @@ class PosteriorCardData:
         repo_id: `"user/name"` on the Hub, once it is known.
     """
 
-    template: ClassVar[str] = "posterior_card.md"
+    template: ClassVar[str]
+    tags: ClassVar[tuple[str, ...]] = TAGS
 
     task: str
     base_model: str | None = None
@@ -69,14 +67,7 @@ class PosteriorCardData:
     num_examples: int | None = None
     num_test_examples: int | None = None
     num_parameters: int | None = None
-    prior: str | None = None
-    kappa: float | None = None
-    lambda_: float | None = None
-    tau: float | None = None
-    sigma: float | None = None
-    de_elbo: Mapping[str, float] | None = None
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    num_samples: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -85,8 +76,78 @@ class PosteriorCardData:
     figures: tuple[str, ...] = ()
     repo_id: str | None = None
 
+    @abstractmethod
+    def metric_columns(self) -> dict[str, Mapping[str, float]]:
+        """`metrics`, by the name of what they are of: each a column of the table of results."""
 
-def render_card(data: PosteriorCardData) -> ModelCard:
+    @abstractmethod
+    def own_settings(self) -> dict[str, Any]:
+        """What stands above `training` in the table of settings."""
+
+    @abstractmethod
+    def own_variables(self) -> dict[str, Any]:
+        """What only the template of this card needs."""
+
+
+@dataclass
+class PosteriorCardData(CardData):
+    """What the card of a posterior tells, gathered in training, beside what any card does.
+
+    Attributes:
+        prior: `"l2-sp"`, `"l2-zero"`, `"ptyl"`, ...
+        kappa, lambda_, tau, sigma: as in the posterior.
+        de_elbo: `DEELBo.to_dict()` of the training set.
+        metrics: those at the posterior `"mean"`, and those of the `"average"` over samples.
+        num_samples: S, the weight samples of that average.
+    """
+
+    template: ClassVar[str] = "posterior_card.md"
+
+    prior: str | None = None
+    kappa: float | None = None
+    lambda_: float | None = None
+    tau: float | None = None
+    sigma: float | None = None
+    de_elbo: Mapping[str, float] | None = None
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    num_samples: int = 0
+
+    def metric_columns(self) -> dict[str, Mapping[str, float]]:
+        """The posterior mean, and the average of samples."""
+        samples = f"average of {self.num_samples} samples" if self.num_samples else "average of samples"
+        names = {"mean": "posterior mean", "average": samples}
+        return {name: self.metrics[key] for key, name in names.items() if self.metrics.get(key)}
+
+    def own_settings(self) -> dict[str, Any]:
+        """The prior, and D."""
+        num_parameters = _count(self.num_parameters)
+        return {
+            "prior": _PRIORS.get(self.prior, self.prior),
+            "trainable parameters": f"{num_parameters:,}" if num_parameters else None,
+        }
+
+    def own_variables(self) -> dict[str, Any]:
+        """What was learned, and what it means."""
+        kappa, lambda_, tau, sigma = (_positive(value) for value in (self.kappa, self.lambda_, self.tau, self.sigma))
+        num_examples, num_parameters = _count(self.num_examples), _count(self.num_parameters)
+        de_elbo = _finite((self.de_elbo or {}).get("de_elbo"))
+        return {
+            "num_samples": _count(self.num_samples) or 10,
+            "prior": self.prior,
+            "kappa": kappa,
+            "kappa_is_d_over_n": _is_d_over_n(kappa, num_parameters, num_examples),
+            "lambda_": lambda_,
+            "root_lambda": math.sqrt(lambda_ or 0),
+            "tau": tau,
+            "root_tau": math.sqrt(tau or 0),
+            "sigma": sigma,
+            "weight_decay": _weight_decay(self.prior, lambda_, tau, kappa, num_examples),
+            "de_elbo": de_elbo,
+            "de_elbo_per_parameter": de_elbo / num_parameters if de_elbo is not None and num_parameters else None,
+        }
+
+
+def render_card(data: CardData) -> ModelCard:
     """The card as `huggingface_hub` holds it: metadata in `data`, text in `text`; `str` of it is the file.
 
     Example:
@@ -102,7 +163,7 @@ def render_card(data: PosteriorCardData) -> ModelCard:
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{_marked(body, metadata.to_dict())}\n")
 
 
-def save_card(folder: str | os.PathLike, data: PosteriorCardData) -> Path:
+def save_card(folder: str | os.PathLike, data: CardData) -> Path:
     """Write the card to `README.md` in the folder, and keep what users wrote into one that is there.
 
     The generated text stands between two HTML comments. Text outside of them is always kept. If the text between them
@@ -142,7 +203,7 @@ def name_repository(folder: str | os.PathLike, repo_id: str) -> None:
         write_whole(file, content[: mark.start()] + renamed + content[mark.end() :])
 
 
-def _check(data: PosteriorCardData) -> None:
+def _check(data: CardData) -> None:
     if data.task not in TASK_OF.values():
         raise ValueError(f"task: unknown task {data.task!r}; choose one of {', '.join(TASK_OF.values())}.")
     if data.repo_id is not None and not _has_form_of_hub_id(data.repo_id):
@@ -190,7 +251,7 @@ _METRICS = {
 }
 
 
-def _metadata(data: PosteriorCardData) -> ModelCardData:
+def _metadata(data: CardData) -> ModelCardData:
     base_model, dataset = _PublicName.of(data.base_model), _dataset_of(data)
     results = list(_eval_results(data, dataset))
     return ModelCardData(
@@ -201,17 +262,17 @@ def _metadata(data: PosteriorCardData) -> ModelCardData:
         base_model=base_model.name if base_model and base_model.on_hub else None,
         datasets=[dataset.name] if dataset and dataset.on_hub else None,
         metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-        tags=list(TAGS),
+        tags=list(data.tags),
         model_name=_model_name(data, base_model, dataset) if results else None,
         eval_results=results or None,
     )
 
 
-def _eval_results(data: PosteriorCardData, dataset: "_PublicName | None") -> Iterator[EvalResult]:
+def _eval_results(data: CardData, dataset: "_PublicName | None") -> Iterator[EvalResult]:
     """Finite metrics on a dataset that has a name: the Hub refuses others."""
     if dataset is None:
         return
-    for column, values in _metric_columns(data).items():
+    for column, values in data.metric_columns().items():
         for key, metric in _METRICS.items():
             value = _finite(values.get(key))
             if value is not None:
@@ -227,16 +288,10 @@ def _eval_results(data: PosteriorCardData, dataset: "_PublicName | None") -> Ite
                 )
 
 
-def _metric_columns(data: PosteriorCardData) -> dict[str, Mapping[str, float]]:
-    samples = f"average of {data.num_samples} samples" if data.num_samples else "average of samples"
-    names = {"mean": "posterior mean", "average": samples}
-    return {name: data.metrics[key] for key, name in names.items() if data.metrics.get(key)}
-
-
-def _model_name(data: PosteriorCardData, base_model: "_PublicName | None", dataset: "_PublicName | None") -> str:
+def _model_name(data: CardData, base_model: "_PublicName | None", dataset: "_PublicName | None") -> str:
     if data.repo_id is not None:
         return data.repo_id.split("/")[-1]
-    return "-".join(known.short for known in (base_model, dataset) if known) or "posterior"
+    return "-".join(known.short for known in (base_model, dataset) if known)
 
 
 # ---- What fills the template ---------------------------------------------------------------------------------------
@@ -264,49 +319,31 @@ def _environment() -> Environment:
     return environment
 
 
-def _variables(data: PosteriorCardData) -> dict[str, Any]:
+def _variables(data: CardData) -> dict[str, Any]:
     base_model, dataset = _PublicName.of(data.base_model), _dataset_of(data)
-    kappa, lambda_, tau, sigma = (_positive(value) for value in (data.kappa, data.lambda_, data.tau, data.sigma))
-    num_examples, num_parameters = _count(data.num_examples), _count(data.num_parameters)
-    de_elbo = _finite((data.de_elbo or {}).get("de_elbo"))
-    columns = _metric_columns(data)
+    columns, num_classes = data.metric_columns(), _count(data.num_classes)
     return {
         "task": data.task,
         "image": data.task == "image-classification",
-        "title": _title(base_model, dataset),
         "repo": _Markdown(data.repo_id or UNKNOWN_REPOSITORY),
         "base_model": base_model and base_model.linked("https://huggingface.co/"),
+        "base_model_name": base_model and base_model.short,
         "base_model_revision": _plain(data.base_model_revision),
         "dataset": dataset and dataset.linked("https://huggingface.co/datasets/"),
+        "dataset_name": dataset and dataset.short,
         "dataset_config": _plain(data.dataset_config),
         "dataset_split": _plain(data.dataset_split),
-        "num_classes": _count(data.num_classes),
-        "num_examples": num_examples,
+        "num_classes": num_classes,
+        "num_examples": _count(data.num_examples),
         "num_test_examples": _count(data.num_test_examples),
-        "num_parameters": num_parameters,
-        "num_samples": _count(data.num_samples) or 10,
-        "prior": data.prior,
-        "kappa": kappa,
-        "kappa_is_d_over_n": _is_d_over_n(kappa, num_parameters, num_examples),
-        "lambda_": lambda_,
-        "root_lambda": math.sqrt(lambda_ or 0),
-        "tau": tau,
-        "root_tau": math.sqrt(tau or 0),
-        "sigma": sigma,
-        "weight_decay": _weight_decay(data.prior, lambda_, tau, kappa, num_examples),
-        "de_elbo": de_elbo,
-        "de_elbo_per_parameter": de_elbo / num_parameters if de_elbo is not None and num_parameters else None,
+        "num_parameters": _count(data.num_parameters),
         "metric_columns": list(columns),
-        "metric_rows": _metric_rows(list(columns.values()), _count(data.num_classes)),
+        "metric_rows": _metric_rows(list(columns.values()), num_classes),
         "figures": [_figure(path) for path in data.figures],
-        "settings": _settings(data, num_parameters),
+        "settings": _settings(data),
         "versions": _shown([f"{name} {version}" for name, version in data.versions.items() if version]),
+        **data.own_variables(),
     }
-
-
-def _title(base_model: "_PublicName | None", dataset: "_PublicName | None") -> str:
-    model = base_model.short if base_model else "A classifier"
-    return f"{model} fine-tuned on {dataset.short}" if dataset else f"{model}, fine-tuned"
 
 
 def _is_d_over_n(kappa: float | None, num_parameters: int | None, num_examples: int | None) -> bool:
@@ -367,13 +404,9 @@ _PRIORS = {
 }
 
 
-def _settings(data: PosteriorCardData, num_parameters: int | None) -> list[tuple[str, str]]:
+def _settings(data: CardData) -> list[tuple[str, str]]:
     """Rows of a table; a value that is missing takes its row along."""
-    known = {
-        "prior": _PRIORS.get(data.prior, data.prior),
-        "trainable parameters": f"{num_parameters:,}" if num_parameters else None,
-    }
-    rows = [*known.items(), *data.training.items(), *data.preprocessing.items()]
+    rows = [*data.own_settings().items(), *data.training.items(), *data.preprocessing.items()]
     shown = [(_plain(str(name).replace("_", " ")), _shown(value)) for name, value in rows]
     return [(name, value) for name, value in shown if name and value]
 
@@ -443,7 +476,7 @@ class _PublicName:
         return _Markdown(f"[{self.name}]({site}{self.name})") if self.on_hub else self.name
 
 
-def _dataset_of(data: PosteriorCardData) -> _PublicName | None:
+def _dataset_of(data: CardData) -> _PublicName | None:
     return _PublicName.of(HUB_DATASETS.get(data.dataset_name, data.dataset_name))
 
 
