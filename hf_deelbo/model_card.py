@@ -1,4 +1,4 @@
-"""The model card of a learned posterior: data gathered in training, and a README.md that its users can edit.
+"""Model cards of learned posteriors and priors: data gathered in training, and a README.md that users can edit.
 
 The words are in `templates/`, those of every card in `card.md`; here is what fills them. Nothing that a name or a
 setting contains can become metadata, markdown or HTML, and no path of the author's machine is shown.
@@ -80,9 +80,9 @@ class CardData(ABC):
     def metric_columns(self) -> dict[str, Mapping[str, float]]:
         """`metrics`, by the name of what they are of: each a column of the table of results."""
 
-    @abstractmethod
     def own_settings(self) -> dict[str, Any]:
         """What stands above `training` in the table of settings."""
+        return {}
 
     @abstractmethod
     def own_variables(self) -> dict[str, Any]:
@@ -147,6 +147,46 @@ class PosteriorCardData(CardData):
         }
 
 
+@dataclass
+class PriorCardData(CardData):
+    """What the card of a prior tells that SWAG learned on a source task (`LowRankPrior`), beside what any card does.
+
+    The dataset, its examples and its classes are those of the source task.
+
+    Attributes:
+        num_parameters: D_w, of the backbone alone.
+        rank: K, how many deviations are kept.
+        num_collections: how many times the weights were collected.
+        eps: what is added to the diagonal.
+        metrics: those of the SWAG mean on the source task.
+
+    Example:
+        >>> data = PriorCardData("image-classification", base_model="microsoft/resnet-50", rank=5)
+        >>> render_card(data).data.tags[-2:]
+        ['prior', 'swag']
+    """
+
+    template: ClassVar[str] = "prior_card.md"
+    tags: ClassVar[tuple[str, ...]] = (*TAGS, "prior", "swag")
+
+    rank: int | None = None
+    num_collections: int | None = None
+    eps: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def metric_columns(self) -> dict[str, Mapping[str, float]]:
+        """The SWAG mean."""
+        return {"SWAG mean": self.metrics} if self.metrics else {}
+
+    def own_variables(self) -> dict[str, Any]:
+        """What was collected."""
+        return {
+            "rank": _count(self.rank),
+            "num_collections": _count(self.num_collections),
+            "eps": _finite(self.eps),
+        }
+
+
 def render_card(data: CardData) -> ModelCard:
     """The card as `huggingface_hub` holds it: metadata in `data`, text in `text`; `str` of it is the file.
 
@@ -171,7 +211,7 @@ def save_card(folder: str | os.PathLike, data: CardData) -> Path:
     key that was added, changed or removed by hand stays so, tags are united, and `model-index` is always the new one.
 
     Args:
-        folder: the posterior's folder; made if it is not there.
+        folder: that of the posterior or prior; made if it is not there.
         data: what the card tells.
 
     Returns:
@@ -321,17 +361,16 @@ def _environment() -> Environment:
 
 def _variables(data: CardData) -> dict[str, Any]:
     base_model, dataset = _PublicName.of(data.base_model), _dataset_of(data)
+    revision = _plain(data.base_model_revision)
     columns, num_classes = data.metric_columns(), _count(data.num_classes)
     return {
         "task": data.task,
         "image": data.task == "image-classification",
         "repo": _Markdown(data.repo_id or UNKNOWN_REPOSITORY),
-        "base_model": base_model and base_model.linked("https://huggingface.co/"),
+        "base_model": base_model and base_model.linked("https://huggingface.co/", revision and f"revision {revision}"),
         "base_model_name": base_model and base_model.short,
-        "base_model_revision": _plain(data.base_model_revision),
-        "dataset": dataset and dataset.linked("https://huggingface.co/datasets/"),
+        "dataset": dataset and dataset.linked("https://huggingface.co/datasets/", _plain(data.dataset_config)),
         "dataset_name": dataset and dataset.short,
-        "dataset_config": _plain(data.dataset_config),
         "dataset_split": _plain(data.dataset_split),
         "num_classes": num_classes,
         "num_examples": _count(data.num_examples),
@@ -472,8 +511,9 @@ class _PublicName:
     def short(self) -> str:
         return self.name.split("/")[-1]
 
-    def linked(self, site: str) -> str:
-        return _Markdown(f"[{self.name}]({site}{self.name})") if self.on_hub else self.name
+    def linked(self, site: str, detail: str | None) -> _Markdown:
+        name = f"[{self.name}]({site}{self.name})" if self.on_hub else _escaped(self.name)
+        return _Markdown(f"{name} ({_escaped(detail)})" if detail else name)
 
 
 def _dataset_of(data: CardData) -> _PublicName | None:

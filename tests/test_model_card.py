@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from hf_deelbo import GaussianPosterior
-from hf_deelbo.model_card import PosteriorCardData, name_repository, render_card, save_card
+from hf_deelbo import GaussianPosterior, LowRankPrior
+from hf_deelbo.model_card import PosteriorCardData, PriorCardData, name_repository, render_card, save_card
 
 D = 3_383_818
 DIGITS = PosteriorCardData(
@@ -52,12 +52,40 @@ DIGITS = PosteriorCardData(
     license="apache-2.0",
     figures=("figures/training.png",),
 )
+PRIOR = PriorCardData(
+    task="image-classification",
+    base_model="efficientnet-lite0",
+    dataset_name="digits",
+    num_classes=10,
+    num_examples=1437,
+    num_test_examples=360,
+    num_parameters=3_371_008,
+    rank=5,
+    num_collections=20,
+    eps=0.1,
+    metrics={"accuracy": 0.971, "nll": 0.112, "ece": 0.013},
+    training={"learning_rate": 0.01, "schedule": "constant"},
+    preprocessing={"image_size": 48},
+    versions={"hf_deelbo": "0.1.0"},
+    license="apache-2.0",
+    figures=("figures/reliability.png",),
+)
+of_both_kinds = pytest.mark.parametrize("data", [DIGITS, PRIOR], ids=["posterior", "prior"])
 BEGIN, END = "<!-- hf_deelbo:begin", "<!-- hf_deelbo:end -->"
 
 
 def body(text: str) -> str:
     """What stands between the two comments."""
     return text[text.index("-->", text.index(BEGIN)) + 3 : text.index(END)]
+
+
+def title(data: PosteriorCardData | PriorCardData, name: str) -> str:
+    """The heading where both the base model and the dataset have this name."""
+    return (
+        f"# A prior for fine-tuning {name}, learned on {name}\n"
+        if data is PRIOR
+        else f"# {name} fine-tuned on {name}\n"
+    )
 
 
 def table_row(text: str, name: str) -> list[str]:
@@ -105,6 +133,48 @@ def test_the_metadata_of_a_full_card():
             }
         ],
     }
+
+
+def test_the_metadata_of_a_prior(tmp_path):
+    data = replace(PRIOR, base_model="microsoft/resnet-50", dataset_name="cifar10", language="en", repo_id="me/mine")
+    file = save_card(tmp_path, data)
+    expected = {
+        "license": "apache-2.0",
+        "language": ["en"],
+        "library_name": "transformers",
+        "pipeline_tag": "image-classification",
+        "base_model": "microsoft/resnet-50",
+        "datasets": ["uoft-cs/cifar10"],
+        "metrics": ["accuracy", "nll", "ece"],
+        "tags": ["hf_deelbo", "deelbo", "bayesian", "variational-inference", "transfer-learning", "prior", "swag"],
+        "model-index": [
+            {
+                "name": "mine",
+                "results": [
+                    {
+                        "task": {"type": "image-classification"},
+                        "dataset": {"name": "uoft-cs/cifar10", "type": "uoft-cs/cifar10", "split": "test"},
+                        "metrics": [
+                            {"type": "accuracy", "value": 0.971, "name": "class-averaged accuracy (SWAG mean)"},
+                            {"type": "nll", "value": 0.112, "name": "NLL (SWAG mean)"},
+                            {"type": "ece", "value": 0.013, "name": "ECE (SWAG mean)"},
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+    assert yaml.safe_load(file.read_text().split("---\n")[1]) == expected
+    assert ModelCard.load(file).data.to_dict() == metadata_load(file) == expected
+    assert ModelCardData(**metadata_load(file)).to_dict() == expected
+    assert str(ModelCard.load(file)) == file.read_text()
+
+
+@of_both_kinds
+def test_the_hub_finds_the_card_valid(data, loopback_hub):
+    for each in (data, replace(data, metrics={}), replace(data, dataset_name="cifar10"), type(data)(data.task)):
+        render_card(each).validate()
+    assert [(request.path, request.status) for request in loopback_hub.requests] == [("/api/validate-yaml", 200)] * 4
 
 
 def test_results_come_back_through_every_reader_of_the_hub(tmp_path):
@@ -191,7 +261,7 @@ def test_the_text_of_a_full_card():
     assert table_row(text, "image size") == ["image size", "48"]
     assert "Made with hf_deelbo 0.1.0.\n" in text
     assert re.findall(r"!\[.*?\]\((.*?)\)", text) == ["figures/training.png"]
-    assert not re.search(r"[ \t]$|\n\n\n", text, flags=re.MULTILINE)
+    assert not re.search(r"[ \t]$|\n\n\n|^## .*\n(?!\n)", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("prior", ["l2-sp", "l2-zero"])
@@ -325,6 +395,82 @@ def test_wrong_data_is_refused():
             render_card(replace(DIGITS, repo_id=repo_id))
 
 
+# ---- Text of a prior -----------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_full_prior_card():
+    text = render_card(PRIOR).text
+    assert "\n# A prior for fine-tuning efficientnet-lite0, learned on digits\n" in text
+    assert "efficientnet-lite0 on a new task, learned on digits, 1,437 examples of 10 classes.\n" in text
+    assert re.findall("^## (.*)", text, flags=re.MULTILINE) == [
+        "How to use it",
+        "How good its mean is on the source task",
+        "What is in it",
+        "Training",
+        "When not to trust it",
+        "Citation",
+    ]
+    assert 'Measured on the split "test", 360 examples.' in text
+    assert table_row(text, "class-averaged accuracy")[1] == "97.1 %"
+    assert table_row(text, "NLL")[1] == "0.112"
+    assert "blind guessing: 2.303" in table_row(text, "NLL")[2]  # log 10
+    assert table_row(text, "D_w")[1] == "3,371,008"
+    assert table_row(text, "collections")[1] == "20"
+    assert table_row(text, "K")[1] == "5"
+    assert table_row(text, "eps")[1] == "0.1"
+    assert "7 numbers for each" in table_row(text, "`prior.safetensors`")[1]  # mean, variance and 5 deviations
+    assert "with 5 directions and one variance for each weight" in text
+    assert table_row(text, "schedule") == ["schedule", "constant"]
+    assert table_row(text, "image size") == ["image size", "48"]
+    assert "Made with hf_deelbo 0.1.0.\n" in text
+    assert re.findall(r"!\[.*?\]\((.*?)\)", text) == ["figures/reliability.png"]
+    assert not re.search(r"[ \t]$|\n\n\n|^## .*\n(?!\n)", text, flags=re.MULTILINE)
+
+
+def test_what_a_prior_card_says_of_directions_is_true():
+    """Against the dense Gaussian of the formula that it shows."""
+    eps, rank, size = 0.1, 3, 12
+    generator = torch.Generator().manual_seed(0)
+    weights = 1e-3 * torch.randn(8, size, generator=generator, dtype=torch.float64)
+    weights[:, :2] += 3 * torch.randn(8, 1, generator=generator, dtype=torch.float64)  # these two moved together
+    mean, diagonal = weights.mean(0), weights.var(0, correction=0)
+    q = torch.stack([weights[n] - weights[: n + 1].mean(0) for n in range(8 - rank, 8)])
+    text = render_card(replace(PRIOR, rank=rank, eps=eps)).text
+    assert "`Sigma_p = S_diag/2 + eps I + Q Q^T / (2K - 2)`" in text
+    sigma_p = diagonal.diag() / 2 + eps * torch.eye(size, dtype=torch.float64) + q.T @ q / (2 * rank - 2)
+    dense = MultivariateNormal(mean, sigma_p)
+    prior = LowRankPrior({"w": mean}, {"w": diagonal}, {"w": q}, eps)
+
+    def cost(*indices, signs=(1, 1)):
+        w = mean.clone()
+        for index, sign in zip(indices, signs, strict=False):
+            w[index] += sign / math.sqrt(len(indices))
+        cost = 2 * (dense.log_prob(mean) - dense.log_prob(w))
+        torch.testing.assert_close(prior.mahalanobis({"w": w}), cost)
+        return cost.item()
+
+    assert cost(0, 1) < cost(0, 1, signs=(1, -1)) < cost(5)  # as they moved, against one another, where none moved
+    assert cost(5) == pytest.approx(cost(9, 10), rel=1e-3)
+    assert cost(5) == pytest.approx(1 / eps, rel=1e-3)
+
+
+def test_what_is_missing_of_a_prior_is_not_mentioned():
+    for task, kind in (("image-classification", "image"), ("text-classification", "text")):
+        empty = render_card(PriorCardData(task, dataset_split=None)).text
+        assert "\n# A prior for fine-tuning classifiers\n" in empty
+        assert f"A prior for fine-tuning {kind} classifiers on a new task, learned on another.\n" in empty
+        assert not re.search(r"^## (How good|Training)|[ \t]$|\n\n\n|^\| (D_w|K|eps)", empty, flags=re.MULTILINE)
+        assert "numbers above" not in empty
+    names = [each.name for each in fields(PRIOR) if each.default is None or each.name == "dataset_split"]
+    assert len(names) > 12
+    for name in names:
+        card = render_card(replace(PRIOR, **{name: None}))
+        assert not re.search(r"\b(none|nan|inf)\b", str(card), flags=re.IGNORECASE), name
+    for name in ("rank", "num_collections", "eps", "num_parameters"):
+        assert render_card(replace(PRIOR, **{name: math.nan})).text == render_card(replace(PRIOR, **{name: None})).text
+    assert table_row(render_card(replace(PRIOR, eps=0)).text, "eps")[1] == "0"
+
+
 # ---- Snippets ------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +530,40 @@ def test_the_snippets_run(kind, auto_class, request):
     assert (average - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["resnet", "bert"])
+def test_the_snippet_of_a_prior_starts_at_its_mean(kind, tmp_path, assert_same):
+    mean = make_model(kind)
+    mean.save_pretrained(tmp_path)
+    task = "text-classification" if kind == "bert" else "image-classification"
+    card = render_card(replace(PRIOR, task=task, repo_id="someone/else"))
+    fine_tune, look = snippets(card, tmp_path)
+    for code in (fine_tune, look):
+        compile(code, "snippet", "exec")
+    start, _, then = fine_tune.partition("args =")
+    assert f'prior="ptyl", prior_name_or_path="{tmp_path}")' in then
+
+    def backbone(model):
+        return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("classifier")}
+
+    run = {}
+    exec(compile(start, "snippet", "exec"), run)
+    assert type(run["model"]) is type(mean)
+    assert_same(backbone(run["model"]), backbone(mean))
+    assert run["model"].config.num_labels == 5
+    assert {len(p) for name, p in run["model"].named_parameters() if name.startswith("classifier")} == {5}
+    exec(compile(start.replace("num_labels=5", "num_labels=3"), "snippet", "exec"), run)
+    assert_same(run["model"].state_dict(), mean.state_dict())  # as the text says: the old head is kept
+
+
+def test_a_prior_card_gets_the_name_of_its_repository_later(tmp_path):
+    file = save_card(tmp_path, PRIOR)
+    assert file.read_text().count('"path/to/this/folder"') == 4
+    name_repository(tmp_path, "alice/prior")
+    assert body(file.read_text()) == body(str(render_card(replace(PRIOR, repo_id="alice/prior"))))
+    save_card(tmp_path, replace(PRIOR, eps=0.25))  # it still counts as generated
+    assert "| eps | 0.25 |" in file.read_text()
+
+
 def test_a_card_gets_the_name_of_its_repository_later(tmp_path):
     save_card(tmp_path, DIGITS)
     name_repository(tmp_path, "alice/digits")
@@ -438,27 +618,30 @@ PRIVATE = re.compile(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_of_a_path_no_more_than_the_last_folder_is_shown(path):
-    card = render_card(replace(DIGITS, base_model=path, dataset_name=path))
+@of_both_kinds
+def test_of_a_path_no_more_than_the_last_folder_is_shown(data, path):
+    card = render_card(replace(data, base_model=path, dataset_name=path))
     assert not PRIVATE.search(str(card).replace("https://", "")), path
     assert card.data.base_model is None
     assert card.data.datasets is None
     if PATHS[path]:
-        assert f"# {PATHS[path]} fine-tuned on {PATHS[path]}\n" in card.text
+        assert title(data, PATHS[path]) in card.text
         assert card.data.eval_results[0].dataset_name == PATHS[path]
     else:
-        assert "# A classifier, fine-tuned\n" in card.text
+        untitled = "A prior for fine-tuning classifiers" if data is PRIOR else "A classifier, fine-tuned"
+        assert f"# {untitled}\n" in card.text
 
 
 @pytest.mark.parametrize(
     "path", [path for path in PATHS if path.startswith(("/", "\\", "C:", "file:", "~/", "./", "../", "~alice/"))]
 )
 @pytest.mark.parametrize("text", ["{}", "resumed from {}", "from={}", "from:{}", 'from "{}'])
-def test_paths_inside_settings_are_shortened_too(path, text):
+@of_both_kinds
+def test_paths_inside_settings_are_shortened_too(data, path, text):
     value = text.format(path)
     settings = {"start": value, "list": [value, Path(path)], "nested": {"folder": value}, value: "a key"}
     data = replace(
-        DIGITS,
+        data,
         training=settings,
         preprocessing={"p": value},
         versions={"torch": value},
@@ -467,7 +650,7 @@ def test_paths_inside_settings_are_shortened_too(path, text):
         dataset_split=value,
         license=value,
         language=[value],
-        prior=value,
+        **({"prior": value} if data is DIGITS else {}),
     )
     assert not PRIVATE.search(str(render_card(data)).replace("https://", ""))
 
@@ -515,17 +698,18 @@ def skeleton(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_name_can_break_the_card(tmp_path, name):
+@of_both_kinds
+def test_no_name_can_break_the_card(data, tmp_path, name):
     def card_with(value):
         return replace(
-            DIGITS,
+            data,
             base_model=value,
             base_model_revision=value,
             dataset_name=value,
             dataset_config=value,
             dataset_split=value,
             license=value,
-            prior=value,
+            **({"prior": value} if data is DIGITS else {}),
             training={value: value, "x": [value, {value: value}]},
             preprocessing={"y": value},
             versions={"z": value},
@@ -541,11 +725,11 @@ def test_no_name_can_break_the_card(tmp_path, name):
         readable = " ".join("".join(c if c.isprintable() else " " for c in name).split())
         readable = readable if len(readable) <= 200 else f"{readable[:199]}…"
         assert metadata["license"] == readable
-        assert f"# {readable} fine-tuned on {readable}\n" in html.unescape(hostile.text)
+        assert title(data, readable) in html.unescape(hostile.text)
     # it can be told from what a user wrote, as any other
     file.write_text(f"{file.read_text()}\nMy words.\n")
-    save_card(tmp_path, replace(card_with(name), lambda_=0.25))
-    assert "| lambda | 2.50e-01 |" in file.read_text()
+    save_card(tmp_path, replace(card_with(name), num_test_examples=4321))
+    assert ", 4,321 examples." in file.read_text()
     assert file.read_text().endswith("\nMy words.\n")
 
 
@@ -573,6 +757,23 @@ def test_saved_twice_it_is_the_same_file(tmp_path):
     save_card(file.parent, LATER)
     assert file.read_text() == str(render_card(LATER))
     assert os.listdir(file.parent) == ["README.md"]
+
+
+def test_edits_of_a_prior_card_are_kept(tmp_path):
+    file = save_card(tmp_path, PRIOR)
+    edit(file, ("license: apache-2.0\n", "license: mit\n"), ("- swag\n", "- my-tag\n"), (END, f"{END}\n\nMy words."))
+    later = replace(PRIOR, eps=0.25, metrics={"nll": 0.5}, dataset_name="photos")
+    save_card(tmp_path, later)
+    assert body(file.read_text()) == body(str(render_card(later)))  # nobody edited it
+    assert file.read_text().endswith(f"{END}\n\nMy words.\n")
+    new = render_card(later).data.to_dict()
+    expected = {**new, "license": "mit", "tags": [*new["tags"][:-1], "my-tag", "swag"]}
+    assert metadata_load(file) == expected
+    edited = edit(file, ("A prior says", "I say that a prior says"))
+    save_card(tmp_path, replace(later, eps=0.5, metrics={"nll": 0.75}))
+    assert body(file.read_text()) == body(edited)
+    _, (result,) = model_index_to_eval_results(metadata_load(file)["model-index"])
+    assert result.metric_value == 0.75
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r\n"])
@@ -718,7 +919,13 @@ def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["README.md"]
 
 
-def test_the_card_cites_the_paper_as_the_readme_does():
+@of_both_kinds
+def test_the_card_cites_the_paper_as_the_readme_does(data):
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    citation = re.search(r"```bibtex\n.*?```", readme, flags=re.DOTALL)[0]
-    assert citation in render_card(DIGITS).text
+    citation = re.search(r"```bibtex\n.*?(?=```)", readme, flags=re.DOTALL)[0]
+    text = render_card(data).text
+    assert citation in text
+    works = re.search(r"```bibtex\n(.*?)```\n", text, flags=re.DOTALL)[1]
+    own = ["shwartz2022pre", "maddox2019simple"] if data is PRIOR else []
+    assert re.findall(r"^@inproceedings{(\w+),$", works, flags=re.MULTILINE) == ["harvey2024learning", *own]
+    assert works.count("{") == works.count("}")
