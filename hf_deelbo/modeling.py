@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -41,7 +42,7 @@ def head_parameter_names(model: nn.Module, head_names: Iterable[str] | None = No
 def load_classifier(
     name_or_path: str, class_names: Sequence[str], kind: str = "image", **kwargs: Any
 ) -> PreTrainedModel:
-    """A pretrained classifier with a new head for these classes, in float32.
+    """A pretrained classifier with a new head for these classes, in float32; its own head if they are its own.
 
     Args:
         name_or_path: `"efficientnet-lite0"` (embedded, no network), an id on the Hub or a local folder, of
@@ -58,7 +59,8 @@ def load_classifier(
         return EMBEDDED_MODELS[name_or_path](**labels)
     auto_class = AutoModelForImageClassification if kind == "image" else AutoModelForSequenceClassification
     try:
-        return auto_class.from_pretrained(
+        its_classes = list(AutoConfig.from_pretrained(name_or_path, **kwargs).id2label.values())
+        model = auto_class.from_pretrained(
             name_or_path, **labels, ignore_mismatched_sizes=True, dtype=torch.float32, **kwargs
         )
     except OSError as error:
@@ -66,6 +68,9 @@ def load_classifier(
             f"model_name_or_path: cannot load {name_or_path!r} ({str(error).splitlines()[0]}). Check the name and the "
             f"connection, or give a local folder; {', '.join(EMBEDDED_MODELS)} is embedded and needs no network."
         ) from error
+    if len(its_classes) == len(class_names) and its_classes != list(class_names):  # as many, but other ones
+        _draw_head_anew(model)
+    return model
 
 
 def load_efficientnet_lite0(**labels: Any) -> PreTrainedModel:
@@ -195,6 +200,13 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
                 parameter.grad = torch.zeros_like(parameter)
             gradients[name] = parameter.grad
     return gradients
+
+
+def _draw_head_anew(model: nn.Module) -> None:
+    head = {name.rpartition(".")[0] for name in head_parameter_names(model)}
+    for name, module in model.named_modules():
+        if name in head and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
 
 
 def _named_head(model: nn.Module, head_names: Iterable[str]) -> set[int]:

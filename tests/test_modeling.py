@@ -157,3 +157,18 @@ class TestLoading:
     def test_an_image_model_for_text(self):
         with pytest.raises(ValueError, match="is a model of images, but the dataset holds text"):
             load_classifier("efficientnet-lite0", self.NAMES, kind="text")
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_other_classes_get_a_new_head_even_if_there_are_as_many(kind, tmp_path):
+    saved = make_model(kind)
+    saved.config.id2label = {0: "a", 1: "b", 2: "c"}
+    saved.config.label2id = {"a": 0, "b": 1, "c": 2}
+    saved.save_pretrained(tmp_path)
+    names = head_parameter_names(saved)
+    saved = dict(saved.named_parameters())
+    same = dict(load_classifier(str(tmp_path), ["a", "b", "c"]).named_parameters())
+    other = dict(load_classifier(str(tmp_path), ["x", "y", "z"]).named_parameters())
+    for name, parameter in saved.items():
+        assert torch.equal(same[name], parameter), name
+        assert torch.equal(other[name], parameter) == (name not in names), name
