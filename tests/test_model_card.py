@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import make_model
+from conftest import make_dataset, make_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -531,28 +531,40 @@ def test_the_snippets_run(kind, auto_class, request):
 
 
 @pytest.mark.parametrize("kind", ["resnet", "bert"])
-def test_the_snippet_of_a_prior_starts_at_its_mean(kind, tmp_path, assert_same):
-    mean = make_model(kind)
-    mean.save_pretrained(tmp_path)
+def test_the_snippets_of_a_prior_run(kind, tmp_path, monkeypatch, assert_same):
+    monkeypatch.chdir(tmp_path)  # the snippet's outputs
+    folder, mean = tmp_path / "prior", make_model(kind)
+
+    def backbone(named):
+        return {name: tensor.detach() for name, tensor in named if not name.startswith("classifier")}
+
+    weights = backbone(mean.named_parameters())
+    diagonal = {name: tensor**2 for name, tensor in weights.items()}
+    deviations = {name: torch.stack([tensor, -tensor, tensor.sin()]) for name, tensor in weights.items()}
+    LowRankPrior(weights, diagonal, deviations, eps=0.25).save_pretrained(folder, model=mean)
     task = "text-classification" if kind == "bert" else "image-classification"
-    card = render_card(replace(PRIOR, task=task, repo_id="someone/else"))
-    fine_tune, look = snippets(card, tmp_path)
-    for code in (fine_tune, look):
-        compile(code, "snippet", "exec")
-    start, _, then = fine_tune.partition("args =")
-    assert f'prior="ptyl", prior_name_or_path="{tmp_path}")' in then
+    fine_tune, look = snippets(render_card(replace(PRIOR, task=task, repo_id="someone/else")), folder)
+    assert fine_tune.count("train_dataset = ...") == 1
+    fine_tune = fine_tune.replace("train_dataset = ...", "train_dataset = mine")
+    start, _, train = fine_tune.partition("args =")
 
-    def backbone(model):
-        return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("classifier")}
+    run = {"mine": make_dataset(kind)}
+    exec(compile(start, "start", "exec"), run)
+    model = run["model"]
+    assert type(model) is type(mean)
+    assert_same(backbone(model.state_dict().items()), backbone(mean.state_dict().items()))
+    assert {len(p) for name, p in model.named_parameters() if name.startswith("classifier")} == {5}
+    exec(compile(f"args ={train}", "train", "exec"), run)
+    posterior = run["trainer"].posterior
+    assert (type(posterior.prior), posterior.prior.rank, posterior.prior.eps) == (LowRankPrior, 3, 0.25)
+    assert_same(posterior.prior.mean, weights)
+    assert posterior.prior.mahalanobis(backbone(model.named_parameters())) > 0  # it was trained
 
-    run = {}
-    exec(compile(start, "snippet", "exec"), run)
-    assert type(run["model"]) is type(mean)
-    assert_same(backbone(run["model"]), backbone(mean))
-    assert run["model"].config.num_labels == 5
-    assert {len(p) for name, p in run["model"].named_parameters() if name.startswith("classifier")} == {5}
-    exec(compile(start.replace("num_labels=5", "num_labels=3"), "snippet", "exec"), run)
-    assert_same(run["model"].state_dict(), mean.state_dict())  # as the text says: the old head is kept
+    exec(compile(start.replace("num_labels=5", "num_labels=3"), "start", "exec"), run)
+    assert_same(run["model"].state_dict(), mean.state_dict())  # as the text says, the old head is kept
+    printed = []
+    exec(compile(look, "look", "exec"), {"print": lambda *values: printed.extend(values)})
+    assert printed == [sum(tensor.numel() for tensor in weights.values()), 3, 0.25]
 
 
 def test_a_prior_card_gets_the_name_of_its_repository_later(tmp_path):
