@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 
 from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of
 from .files import replaced_together
-from .hub import fetch, push_folder
+from .hub import fetch, library_versions, public_name, push_folder
+from .model_card import PriorCardData, save_card
+from .modeling import TASK_OF, auto_class_of
 from .objective import gaussian_kl, optimal_variance
 from .prior_files import PriorConfig, read_prior, write_prior
 
@@ -309,9 +311,14 @@ class LowRankPrior(GaussianPrior):
         revision: str | None = None,
         create_pr: bool = False,
     ) -> CommitInfo:
-        """Save it and publish that as one commit of a repository on the Hub; see `hub.push_folder`."""
+        """Save it and publish that as one commit of a repository on the Hub; see `hub.push_folder`.
+
+        With a model that is a transformers classifier comes a card; `examples/run_swag.py` writes one that tells more.
+        """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, model, processing_class)
+            if model is not None and auto_class_of(model) is not None:
+                save_card(folder, self._card_data(model, public_name(repo_id)))
             return push_folder(
                 folder,
                 repo_id,
@@ -349,6 +356,18 @@ class LowRankPrior(GaussianPrior):
             force_download=force_download,
         )
         return read_prior(folder, cls)
+
+    def _card_data(self, model: PreTrainedModel, repo_id: str | None) -> PriorCardData:
+        return PriorCardData(
+            task=TASK_OF[auto_class_of(model)],
+            base_model=model.config.name_or_path or None,
+            num_classes=model.config.num_labels,
+            num_parameters=self.num_parameters,
+            rank=self.rank,
+            eps=self.eps,
+            versions=library_versions(),
+            repo_id=repo_id,
+        )
 
     def _coefficients(self, w: Tensors) -> torch.Tensor:
         """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""

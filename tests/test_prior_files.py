@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from conftest import make_dataset, make_model
+from huggingface_hub import ModelCard
 from transformers import AutoModelForImageClassification, Trainer, TrainingArguments
 
 from hf_deelbo import GaussianPosterior, LowRankPrior, SWAGCallback
@@ -93,6 +94,9 @@ class TestTheWholeChain:
         source, swag = self.source_run(tmp_path / "source")
         swag.prior().push_to_hub(REPO, model=source.model)
         assert len(loopback_hub.commits(REPO)) == 2  # the Hub's own first one, and the push
+        card = ModelCard.load(REPO)
+        card.validate()
+        assert "swag" in card.data.tags
 
         model = AutoModelForImageClassification.from_pretrained(REPO, num_labels=5, ignore_mismatched_sizes=True)
         data = [row | {"labels": index % 5} for index, row in enumerate(make_dataset("resnet", 20))]
