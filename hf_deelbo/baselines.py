@@ -162,7 +162,7 @@ class MAPTrainer(FineTuningTrainer):
         """strength/2 (w - mu_p)^T Sigma_p^-1 (w - mu_p) at the present weights, of the backbone and of the head."""
         weights = self._trainable()
         parts = zip(self.priors, self.strengths, strict=True)
-        return Penalty(*(strength / 2 * prior.mahalanobis(_those_of(prior, weights)) for prior, strength in parts))
+        return Penalty(*(strength / 2 * prior.mahalanobis(prior.own(weights)) for prior, strength in parts))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model, and with it a new mu."""
@@ -220,7 +220,7 @@ class MAPTrainer(FineTuningTrainer):
         weights, gradients, scale = self._trainable(), gradients_of(self.model), self._loss_scale()
         norms = []
         for prior, strength in zip(self.priors, self.strengths, strict=True):
-            norms += _add_pull_(gradients, prior, _those_of(prior, weights), torch.as_tensor(scale * strength))
+            norms += _add_pull_(gradients, prior, prior.own(weights), torch.as_tensor(scale * strength))
         return torch.stack(norms)
 
     def _parts_of_loss(self, nll: float) -> dict[str, float]:
@@ -246,10 +246,6 @@ class MAPTrainer(FineTuningTrainer):
                 "num_train_examples: the penalty 1/(2N lambda) needs N. Give the trainer a `train_dataset`, or set it."
             )
         return num_examples
-
-
-def _those_of(prior: GaussianPrior, tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {name: tensors[name] for name in prior.shapes}
 
 
 def _add_pull_(

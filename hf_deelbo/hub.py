@@ -2,6 +2,8 @@
 
 import json
 import os
+import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -9,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, hf_hub_download, snapshot_download
@@ -270,6 +272,88 @@ def push_folder(
                 "(`hf auth login`), or pass `token`."
             ) from error
         raise OSError(f"{repo_id!r}: the push failed, nothing was published ({_first_line(error)}).") from error
+
+
+class Shareable(ABC):
+    """What is saved as a folder of files that a `SavedConfig` describes, and shared on the Hub."""
+
+    config_class: ClassVar[type[SavedConfig]]
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | os.PathLike, **kwargs: Any) -> None:
+        """Save it into `folder`, whole or not at all."""
+
+    @abstractmethod
+    def _write_card(self, folder: str | os.PathLike, repo_id: str | None, **kwargs: Any) -> None:
+        """Write the model card, if there is one, of what `save_pretrained` saved with the same `kwargs`."""
+
+    @classmethod
+    @abstractmethod
+    def _read(cls, folder: Path, **kwargs: Any) -> Self:
+        """The inverse of `save_pretrained`."""
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        **kwargs: Any,
+    ) -> CommitInfo:
+        """Save it with a model card and publish that as one commit of a repository on the Hub.
+
+        Args:
+            repo_id: `user/name`; made if it is not there.
+            commit_message, private, token, revision, create_pr: as for `hub.push_folder`.
+            **kwargs: what `save_pretrained` takes.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **kwargs)
+            self._write_card(folder, public_name(repo_id), **kwargs)
+            return push_folder(
+                folder,
+                repo_id,
+                commit_message=commit_message or f"Upload {self.config_class.WHAT}",
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """What was saved, from a folder or from the Hub.
+
+        Every file is checked against its hash, every number against the tensors; nothing is unpickled.
+
+        Args:
+            name_or_path: a folder, or an id on the Hub.
+            revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
+            **kwargs: `trust_remote_code=True` lets a posterior's model run code that comes with it.
+        """
+        folder = fetch(
+            name_or_path,
+            cls.config_class,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        return cls._read(folder, **kwargs)
 
 
 def _published(folder: Path) -> Iterable[Path]:

@@ -3,21 +3,20 @@
 import copy
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from huggingface_hub import CommitInfo
 from torch import nn
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_cores
 from .files import replaced_together
-from .hub import fetch, library_versions, public_name, push_folder
+from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
 from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode
 from .noise import add_noise_to_block_
@@ -33,7 +32,7 @@ class KL(NamedTuple):
     head: torch.Tensor
 
 
-class GaussianPosterior:
+class GaussianPosterior(Shareable):
     """A Gaussian around the trainable parameters of a model, with one standard deviation for all of them.
 
     The means w_bar, V_bar are the model's own parameters: outside of `sampled` the model is the posterior mean. Beside
@@ -67,6 +66,8 @@ class GaussianPosterior:
         ...     logits_of_a_sample = model(x)
         >>> logits_of_the_mean = model(x)
     """
+
+    config_class = PosteriorConfig
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class GaussianPosterior:
                 f"model: {changed!r} was frozen or unfrozen after the posterior was made. Do so before, or make a "
                 "new trainer."
             )
-        self.lambda_, kl_backbone = self.prior.optimum(_those_of(self.prior, weights), sigma)
-        self.tau, kl_head = self.head_prior.optimum(_those_of(self.head_prior, weights), sigma)
+        self.lambda_, kl_backbone = self.prior.optimum(self.prior.own(weights), sigma)
+        self.tau, kl_head = self.head_prior.optimum(self.head_prior.own(weights), sigma)
         self.kl = KL(kl_backbone, kl_head)
 
     @contextmanager
@@ -226,7 +227,7 @@ class GaussianPosterior:
         self, weights: Tensors, gradients: Tensors, prior: GaussianPrior, pull: torch.Tensor
     ) -> torch.Tensor:
         """In one pass over a part: return <g, w - w_bar>, set g += pull * Sigma_p^-1 (w_bar - mu_p) and w = w_bar."""
-        means = _those_of(prior, self._mean_copy)
+        means = prior.own(self._mean_copy)
         precision_product = prior.precision_product(means)
 
         def complete(block: Block) -> torch.Tensor:
@@ -400,64 +401,12 @@ class GaussianPosterior:
             versions=library_versions(),
         )
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        processing_class: Any = None,
-        commit_message: str = "Upload posterior",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-    ) -> CommitInfo:
-        """Save it with a model card and publish that as one commit of a repository on the Hub; see `hub.push_folder`.
-
-        `DEELBoTrainer.push_to_hub` does so with a card that also tells of the training and the test.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, processing_class)
-            save_card(folder, replace(self.card_data(), repo_id=public_name(repo_id)))
-            return push_folder(
-                folder,
-                repo_id,
-                commit_message=commit_message,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-            )
+    def _write_card(self, folder: str | os.PathLike, repo_id: str | None, **kwargs: Any) -> None:
+        """`DEELBoTrainer.push_to_hub` writes one that also tells of the training and the test."""
+        save_card(folder, replace(self.card_data(), repo_id=repo_id))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-        trust_remote_code: bool = False,
-    ) -> Self:
-        """A saved posterior, from a folder or from the Hub. Its `model` is the posterior mean, in eval mode.
-
-        Every file is checked against its hash, every number against the tensors; nothing is unpickled.
-
-        Args:
-            name_or_path: a folder, or an id on the Hub.
-            revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
-            trust_remote_code: run code that comes with the model; only if you read it.
-        """
-        folder = fetch(
-            name_or_path,
-            PosteriorConfig,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
+    def _read(cls, folder: Path, trust_remote_code: bool = False) -> Self:
         return read_posterior(folder, cls, trust_remote_code)
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
@@ -492,10 +441,6 @@ def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
     unknown = sorted(head_names - parameters.keys())
     if unknown:
         raise ValueError(f"head_names: {unknown[0]!r} is not a trainable parameter of the model.")
-
-
-def _those_of(prior: GaussianPrior, tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {name: tensors[name] for name in prior.shapes}
 
 
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,18 +10,17 @@ No D x D matrix is ever formed. Sums over D terms are accumulated in float64.
 """
 
 import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 
 from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of
 from .files import replaced_together
-from .hub import fetch, library_versions, public_name, push_folder
+from .hub import Shareable, library_versions
 from .model_card import PriorCardData, save_card
 from .modeling import TASK_OF, auto_class_of
 from .objective import gaussian_kl, optimal_variance
@@ -87,6 +86,10 @@ class GaussianPrior(ABC):
         mahalanobis = self.mahalanobis(w)
         variance = self._optimal_variance(sigma, mahalanobis)
         return variance, self._kl(sigma, variance, mahalanobis)
+
+    def own(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Those of the tensors whose parameters this prior is over."""
+        return {name: tensors[name] for name in self.shapes}
 
     def check_matches(self, parameters: Tensors) -> None:
         """Raise a `ValueError` unless this prior is over exactly these names and shapes."""
@@ -174,7 +177,7 @@ class IsotropicPrior(GaussianPrior):
         return {f"mean.{name}": tensor for name, tensor in (self.mean or {}).items()}
 
 
-class LowRankPrior(GaussianPrior):
+class LowRankPrior(GaussianPrior, Shareable):
     """N(mu, v Sigma_p), Sigma_p = A + U U^T with A = S_diag/2 + eps I and U = Q / sqrt(2K - 2): PTYL's prior.
 
     With the K x K matrix M = I + U^T A^-1 U (Woodbury, matrix determinant lemma):
@@ -201,6 +204,8 @@ class LowRankPrior(GaussianPrior):
         >>> round(prior.log_det.item(), 12)  # Sigma_p = diag(1.5, 1.5, 1)
         0.810930216216
     """
+
+    config_class = PriorConfig
 
     def __init__(self, mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float = 0.1):
         self.rank = _check_low_rank(mean, diagonal, deviations, eps)
@@ -299,66 +304,21 @@ class LowRankPrior(GaussianPrior):
                     part.save_pretrained(new)
             write_prior(self, new)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        model: PreTrainedModel | None = None,
-        processing_class: Any = None,
-        *,
-        commit_message: str = "Upload prior",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-    ) -> CommitInfo:
-        """Save it and publish that as one commit of a repository on the Hub; see `hub.push_folder`.
-
-        With a model that is a transformers classifier comes a card; `examples/run_swag.py` writes one that tells more.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, model, processing_class)
-            if model is not None and auto_class_of(model) is not None:
-                save_card(folder, self._card_data(model, public_name(repo_id)))
-            return push_folder(
-                folder,
-                repo_id,
-                commit_message=commit_message,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-            )
-
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-    ) -> Self:
-        """A saved prior, from a folder or from the Hub; its files are checked, nothing is unpickled.
-
-        Args:
-            name_or_path: a folder, or an id on the Hub.
-            revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
-        """
-        folder = fetch(
-            name_or_path,
-            PriorConfig,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
+    def _read(cls, folder: Path) -> Self:
         return read_prior(folder, cls)
 
-    def _card_data(self, model: PreTrainedModel, repo_id: str | None) -> PriorCardData:
-        return PriorCardData(
+    def _write_card(
+        self,
+        folder: str | os.PathLike,
+        repo_id: str | None,
+        model: PreTrainedModel | None = None,
+        processing_class: Any = None,
+    ) -> None:
+        """Of a prior with its model; `examples/run_swag.py` writes one that also tells of the source task."""
+        if model is None or auto_class_of(model) is None:
+            return
+        data = PriorCardData(
             task=TASK_OF[auto_class_of(model)],
             base_model=model.config.name_or_path or None,
             num_classes=model.config.num_labels,
@@ -368,6 +328,7 @@ class LowRankPrior(GaussianPrior):
             versions=library_versions(),
             repo_id=repo_id,
         )
+        save_card(folder, data)
 
     def _coefficients(self, w: Tensors) -> torch.Tensor:
         """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""
