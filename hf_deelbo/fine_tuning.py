@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import TrainOutput, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length, rotate_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from .config import SAVED_PRIORS, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
+from .files import CHECKPOINT_IN_WORK, put_in_place
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
 
@@ -57,6 +59,7 @@ class FineTuningTrainer(Trainer):
         self._given_prior = prior
         self._unaugmented_dataset = unaugmented_dataset
         self._batch_weight = 1.0
+        self._saves_checkpoint_into: str | None = None
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
         self._refuse_unsupported()
         if self.train_dataset is not None:
@@ -279,6 +282,48 @@ class FineTuningTrainer(Trainer):
         """Load the weights and the logs of a checkpoint, to use them without training on."""
         self._load_from_checkpoint(checkpoint)
         self.state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """`Trainer`'s, but `checkpoint-N` appears when its last file is there.
+
+        So a run that is killed at any moment resumes from a whole checkpoint. All processes write into a working folder,
+        which is renamed when they are done; the next save removes what a killed run left there.
+        """
+        state, run_dir = self.state, self._get_output_dir(trial)
+        in_work = os.path.join(run_dir, CHECKPOINT_IN_WORK)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        written, checkpoint = os.path.join(in_work, name), os.path.join(run_dir, name)
+        if self.is_local_process_zero():
+            shutil.rmtree(in_work, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._saves_checkpoint_into = in_work
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saves_checkpoint_into = None
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if best == checkpoint or os.path.isdir(best):
+            state.best_model_checkpoint = best  # not where it is in work
+            if self.args.should_save:
+                state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
+        self.accelerator.wait_for_everyone()
+        with self.args.main_process_first(local=False):  # the others find it done, if the nodes share a disk
+            if self.is_local_process_zero() and os.path.isdir(written):
+                put_in_place(written, checkpoint)
+                shutil.rmtree(in_work)
+        if self.args.push_to_hub:
+            self._push_checkpoint(checkpoint)
+        if self.args.should_save:
+            rotate_checkpoints(run_dir, self.args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saves_checkpoint_into or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing yet: `_save_checkpoint` pushes the checkpoint when it is whole and has its name."""
+
+    def _push_checkpoint(self, checkpoint: str) -> None:
+        super()._push_from_checkpoint(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._has_other_names(resume_from_checkpoint):

@@ -313,7 +313,7 @@ class DEELBoTrainer(FineTuningTrainer):
         self.create_model_card(**kwargs)
         return self._push_output_dir(commit_message, token=token, revision=revision, run_as_future=not blocking)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push_checkpoint(self, checkpoint: str) -> None:
         """A push in training: the same files as at its end, with the checkpoint if `hub_strategy` says so."""
         args = self.args
         if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
@@ -325,7 +325,7 @@ class DEELBoTrainer(FineTuningTrainer):
         self._prepare_to_share()
         self.save_model(_internal_call=True)
         self.create_model_card()
-        checkpoint = Path(checkpoint_folder)
+        checkpoint = Path(checkpoint)
         with_checkpoint = args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
         path_in_repo = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
         also = {f"{path_in_repo}/{path.name}": path for path in checkpoint.iterdir()} if with_checkpoint else {}
