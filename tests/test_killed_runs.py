@@ -1,5 +1,6 @@
 """A run that is killed at any moment resumes to what the uninterrupted run learns, to the bit."""
 
+import gc
 import os
 import random
 import signal
@@ -52,7 +53,9 @@ def train(folder: Path) -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = DEELBoTrainer(model, args, train_dataset=make_dataset("vit"), eval_dataset=make_dataset("vit", 4, seed=2))
+    trainer = DEELBoTrainer(
+        model, args, train_dataset=make_dataset("vit"), eval_dataset=make_dataset("vit", 4, seed=2)
+    )
     last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
     trainer.train(resume_from_checkpoint=last)
     momentum = [state["momentum_buffer"] for state in trainer.optimizer.state.values()]
@@ -63,8 +66,10 @@ def train(folder: Path) -> None:
 
 def started(work: Callable[[], None]) -> int:
     """A child process that does the work; it starts with all that is imported here."""
+    gc.freeze()  # else the child's first collection copies all that the parent ever made
     child = os.fork()
     if child:
+        gc.unfreeze()
         return child
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
