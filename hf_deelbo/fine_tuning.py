@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length, rotate_checkpoints
-from transformers.utils import SAFE_WEIGHTS_NAME, logging
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
 from .config import SAVED_PRIORS, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
@@ -211,6 +211,42 @@ class FineTuningTrainer(Trainer):
     def _parts_of_loss(self, nll: float) -> dict[str, float]:
         return {}
 
+    # ---- Evaluation ------------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """`Trainer`'s, but its loss leaves out the examples that fill up the last batch of several processes."""
+        num_own = self._num_own_examples(inputs)
+        is_filled_up = num_own is not None
+        loss, logits, labels = super().prediction_step(
+            model, inputs, prediction_loss_only and not is_filled_up, ignore_keys
+        )
+        if is_filled_up and loss is not None and num_own > 0:
+            first = logits[0] if isinstance(logits, (tuple, list)) else logits
+            loss = self._nll_of(first[:num_own], labels[:num_own])
+        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
+
+    def _num_own_examples(self, inputs: dict[str, Any]) -> int | None:
+        """How many examples of a batch are not there to fill it up; `None` if all.
+
+        `Trainer` gathers one loss per example, rank by rank, and keeps the first `remainder` of the last batch.
+        """
+        loader = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not loader.end_of_dataloader or loader.remainder <= 0:
+            return None
+        batch_size = find_batch_size(inputs)
+        return min(max(0, loader.remainder - self.args.process_index * batch_size), batch_size)
+
+    def _nll_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=None)
+        return nn.functional.cross_entropy(logits, labels)
+
     # ---- Data ------------------------------------------------------------------------------------------------------
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
@@ -286,7 +322,7 @@ class FineTuningTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """`Trainer`'s, but `checkpoint-N` appears when its last file is there.
 
-        So a run that is killed at any moment resumes from a whole checkpoint. All processes write into a working folder,
+        So a run that is killed at any moment resumes from a whole one. All processes write into a working folder,
         which is renamed when they are done; the next save removes what a killed run left there.
         """
         state, run_dir = self.state, self._get_output_dir(trial)

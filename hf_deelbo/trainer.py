@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, HubStrategy, has_length
-from transformers.utils import ModelOutput, PushInProgress, logging
+from transformers.utils import PushInProgress, logging
 
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
@@ -271,13 +271,9 @@ class DEELBoTrainer(FineTuningTrainer):
             log_probabilities.append(torch.log_softmax(logits.float(), dim=-1))
         average = torch.logsumexp(torch.stack(log_probabilities), dim=0) - math.log(num_samples)
         if loss is not None:
-            loss = self._nll_of(average, labels)
+            num_own = self._num_own_examples(inputs) or None
+            loss = self._nll_of(average[:num_own], labels[:num_own])
         return (loss, None, None) if prediction_loss_only else (loss, average, labels)
-
-    def _nll_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.compute_loss_func is not None:
-            return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=None)
-        return nn.functional.cross_entropy(logits, labels)
 
     # ---- Sharing it ------------------------------------------------------------------------------------------------
 
