@@ -106,6 +106,22 @@ def put_in_place(new: str | os.PathLike, folder: str | os.PathLike) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_at_once(folder: str | os.PathLike) -> None:
+    """Remove a folder so that a crash leaves it whole, or not under its name.
+
+    Example:
+        >>> folder = Path(tempfile.mkdtemp()) / "folder"
+        >>> folder.mkdir()
+        >>> remove_at_once(folder)
+        >>> os.listdir(folder.parent)
+        []
+    """
+    folder = Path(folder)
+    going = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_STAGING))
+    os.replace(folder, going / folder.name)
+    shutil.rmtree(going)
+
+
 def sha256_of(path: str | os.PathLike) -> str:
     """The SHA-256 of a file's content, in hexadecimal.
 

@@ -15,12 +15,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length, rotate_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    TrainOutput,
+    has_length,
+    rotate_checkpoints,
+    sort_checkpoints,
+)
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
 from .config import SAVED_PRIORS, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
-from .files import CHECKPOINT_IN_WORK, put_in_place
+from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
 
@@ -351,6 +357,15 @@ class FineTuningTrainer(Trainer):
             self._push_checkpoint(checkpoint)
         if self.args.should_save:
             rotate_checkpoints(run_dir, self.args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _finalize_training(self, trial: Any, *args: Any) -> TrainOutput:
+        """`Trainer`'s, which with `save_total_limit=1` keeps only the best checkpoint; no other is left in half."""
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
+            for checkpoint in sort_checkpoints(self._get_output_dir(trial)):
+                if not os.path.samefile(checkpoint, best):
+                    remove_at_once(checkpoint)
+        return super()._finalize_training(trial, *args)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._saves_checkpoint_into or super()._get_output_dir(trial)

@@ -128,7 +128,7 @@ class DEELBoTrainer(FineTuningTrainer):
                 self.posterior.complete_gradients(self._loss_scale())
                 if self.accelerator.scaler is None:  # with a scaler an overflow is expected, and skips the step
                     finite &= torch.isfinite(self.posterior.rho.grad)  # <g, eps> is as finite as g
-        if not finite:
+        if not finite:  # the host waits for it here, as it would right after for `Trainer`'s own look at the loss
             values = {"lambda": self.posterior.lambda_, "tau": self.posterior.tau, "sigma": self.posterior.sigma}
             self._raise_non_finite(loss, ", ".join(f"{name}={float(value):.4g}" for name, value in values.items()))
         return loss

@@ -65,6 +65,11 @@ def test_several_processes_learn_what_one_learns(alone, tmp_path, num_processes)
         for other in ranks[1:]:
             for name, tensor in ranks[0].items():
                 assert torch.equal(tensor, other[name]) or name.startswith("logged"), name
+    checkpoint = tmp_path / "outputs" / "checkpoint-20"  # of the last setting, which took the place of the others'
+    files = {path.name for path in checkpoint.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= files
+    assert {name for name in files if "rng" in name} == {f"rng_state_{rank}.pth" for rank in range(num_processes)}
+    assert not list((tmp_path / "outputs").glob(".saving*"))
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import shutil
 
 import datasets
 import numpy as np
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForImageClassification, TimmWrapperConfig, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoTrainer, IsotropicPrior, LowRankPrior
 
@@ -435,6 +437,36 @@ class TestResume:
         assert trainer.posterior.sigma.item() == pytest.approx(sigmas[1], rel=1e-12)
         best = AutoModelForImageClassification.from_pretrained(trainer.state.best_model_checkpoint)
         assert_same(snapshot(best), snapshot(trainer.model))
+
+    def test_killed_while_it_removes_the_last_checkpoint_the_best_is_left(self, make_trainer, tmp_path, monkeypatch):
+        trainer = make_trainer(
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="loss",
+            output_dir=str(tmp_path),
+            trainer={"eval_dataset": make_dataset("vit", 6)},
+        )
+        losses = iter([3.0, 1.0, 2.0, 4.0])
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *a, **k: evaluate(*a, **k) | {"eval_loss": next(losses)}
+        finalize = trainer._finalize_training
+
+        def be_killed(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        def finalize_until_something_is_removed(*args):
+            assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+            monkeypatch.setattr(shutil, "rmtree", be_killed)
+            return finalize(*args)
+
+        trainer._finalize_training = finalize_until_something_is_removed
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert trainer.state.best_model_checkpoint == get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
 
     def test_a_checkpoint_of_a_plain_trainer_is_refused(self, make_trainer, tmp_path):
         trainer = make_trainer(save_strategy="steps", save_steps=4, output_dir=str(tmp_path))
