@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import TrainOutput, has_length
-from transformers.utils import SAFE_WEIGHTS_NAME, logging
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    TrainOutput,
+    has_length,
+    rotate_checkpoints,
+    sort_checkpoints,
+)
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
 from .config import SAVED_PRIORS, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
+from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
 
@@ -57,6 +65,7 @@ class FineTuningTrainer(Trainer):
         self._given_prior = prior
         self._unaugmented_dataset = unaugmented_dataset
         self._batch_weight = 1.0
+        self._saves_checkpoint_into: str | None = None
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
         self._refuse_unsupported()
         if self.train_dataset is not None:
@@ -208,6 +217,42 @@ class FineTuningTrainer(Trainer):
     def _parts_of_loss(self, nll: float) -> dict[str, float]:
         return {}
 
+    # ---- Evaluation ------------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """`Trainer`'s, but its loss leaves out the examples that fill up the last batch of several processes."""
+        num_own = self._num_own_examples(inputs)
+        is_filled_up = num_own is not None
+        loss, logits, labels = super().prediction_step(
+            model, inputs, prediction_loss_only and not is_filled_up, ignore_keys
+        )
+        if is_filled_up and loss is not None and num_own > 0:
+            first = logits[0] if isinstance(logits, (tuple, list)) else logits
+            loss = self._nll_of(first[:num_own], labels[:num_own])
+        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
+
+    def _num_own_examples(self, inputs: dict[str, Any]) -> int | None:
+        """How many examples of a batch are not there to fill it up; `None` if all.
+
+        `Trainer` gathers one loss per example, rank by rank, and keeps the first `remainder` of the last batch.
+        """
+        loader = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not loader.end_of_dataloader or loader.remainder <= 0:
+            return None
+        batch_size = find_batch_size(inputs)
+        return min(max(0, loader.remainder - self.args.process_index * batch_size), batch_size)
+
+    def _nll_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=None)
+        return nn.functional.cross_entropy(logits, labels)
+
     # ---- Data ------------------------------------------------------------------------------------------------------
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
@@ -279,6 +324,57 @@ class FineTuningTrainer(Trainer):
         """Load the weights and the logs of a checkpoint, to use them without training on."""
         self._load_from_checkpoint(checkpoint)
         self.state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """`Trainer`'s, but `checkpoint-N` appears when its last file is there.
+
+        So a run that is killed at any moment resumes from a whole one. All processes write into a working folder,
+        which is renamed when they are done; the next save removes what a killed run left there.
+        """
+        state, run_dir = self.state, self._get_output_dir(trial)
+        in_work = os.path.join(run_dir, CHECKPOINT_IN_WORK)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        written, checkpoint = os.path.join(in_work, name), os.path.join(run_dir, name)
+        if self.is_local_process_zero():
+            shutil.rmtree(in_work, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._saves_checkpoint_into = in_work
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saves_checkpoint_into = None
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if best == checkpoint or os.path.isdir(best):
+            state.best_model_checkpoint = best  # not where it is in work
+            if self.args.should_save:
+                state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
+        self.accelerator.wait_for_everyone()
+        with self.args.main_process_first(local=False):  # the others find it done, if the nodes share a disk
+            if self.is_local_process_zero() and os.path.isdir(written):
+                put_in_place(written, checkpoint)
+                shutil.rmtree(in_work)
+        if self.args.push_to_hub:
+            self._push_checkpoint(checkpoint)
+        if self.args.should_save:
+            rotate_checkpoints(run_dir, self.args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _finalize_training(self, trial: Any, *args: Any) -> TrainOutput:
+        """`Trainer`'s, which with `save_total_limit=1` keeps only the best checkpoint; no other is left in half."""
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
+            for checkpoint in sort_checkpoints(self._get_output_dir(trial)):
+                if not os.path.samefile(checkpoint, best):
+                    remove_at_once(checkpoint)
+        return super()._finalize_training(trial, *args)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saves_checkpoint_into or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing yet: `_save_checkpoint` pushes the checkpoint when it is whole and has its name."""
+
+    def _push_checkpoint(self, checkpoint: str) -> None:
+        super()._push_from_checkpoint(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._has_other_names(resume_from_checkpoint):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
@@ -433,6 +434,11 @@ def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
     if not parameters:
         raise ValueError("model: it has no trainable parameter. Set `requires_grad` on those that should be learned.")
     for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"model: {name!r} is sharded over processes, which is not supported yet. Keep it whole on each, "
+                "without FSDP or a `tp_plan`, and run several processes with DDP."
+            )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"model: {name!r} is {parameter.dtype}, too coarse to hold noise of size sigma. Load the model with "

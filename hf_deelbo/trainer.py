@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, HubStrategy, has_length
-from transformers.utils import ModelOutput, PushInProgress, logging
+from transformers.utils import PushInProgress, logging
 
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
@@ -128,7 +128,7 @@ class DEELBoTrainer(FineTuningTrainer):
                 self.posterior.complete_gradients(self._loss_scale())
                 if self.accelerator.scaler is None:  # with a scaler an overflow is expected, and skips the step
                     finite &= torch.isfinite(self.posterior.rho.grad)  # <g, eps> is as finite as g
-        if not finite:
+        if not finite:  # the host waits for it here, as it would right after for `Trainer`'s own look at the loss
             values = {"lambda": self.posterior.lambda_, "tau": self.posterior.tau, "sigma": self.posterior.sigma}
             self._raise_non_finite(loss, ", ".join(f"{name}={float(value):.4g}" for name, value in values.items()))
         return loss
@@ -271,13 +271,9 @@ class DEELBoTrainer(FineTuningTrainer):
             log_probabilities.append(torch.log_softmax(logits.float(), dim=-1))
         average = torch.logsumexp(torch.stack(log_probabilities), dim=0) - math.log(num_samples)
         if loss is not None:
-            loss = self._nll_of(average, labels)
+            num_own = self._num_own_examples(inputs) or None
+            loss = self._nll_of(average[:num_own], labels[:num_own])
         return (loss, None, None) if prediction_loss_only else (loss, average, labels)
-
-    def _nll_of(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.compute_loss_func is not None:
-            return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=None)
-        return nn.functional.cross_entropy(logits, labels)
 
     # ---- Sharing it ------------------------------------------------------------------------------------------------
 
@@ -313,7 +309,7 @@ class DEELBoTrainer(FineTuningTrainer):
         self.create_model_card(**kwargs)
         return self._push_output_dir(commit_message, token=token, revision=revision, run_as_future=not blocking)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push_checkpoint(self, checkpoint: str) -> None:
         """A push in training: the same files as at its end, with the checkpoint if `hub_strategy` says so."""
         args = self.args
         if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
@@ -325,7 +321,7 @@ class DEELBoTrainer(FineTuningTrainer):
         self._prepare_to_share()
         self.save_model(_internal_call=True)
         self.create_model_card()
-        checkpoint = Path(checkpoint_folder)
+        checkpoint = Path(checkpoint)
         with_checkpoint = args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
         path_in_repo = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
         files = [path for path in checkpoint.iterdir() if path.is_file()] if with_checkpoint else []

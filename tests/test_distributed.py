@@ -3,42 +3,91 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from distributed_run import EVAL_SIZE, learn
 from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("distributed_run.py")
-
-
-def run(path: Path, method: str, processes: int, accumulation: int = 1) -> list[dict[str, torch.Tensor]]:
-    """What each process learned."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, SCRIPT, path, method, str(accumulation)], check=True, env=environment, timeout=300)
-    return [load_file(f"{path}.{rank}.safetensors") for rank in range(processes)]
+RECIPES = Path(__file__).parents[1] / "examples" / "accelerate_configs"
+LAUNCHERS = {
+    2: ["accelerate.commands.launch", "--config_file", RECIPES / "multi_cpu.yaml"],
+    3: ["torch.distributed.run", "--standalone", "--nproc_per_node", "3"],
+}
+# float64 tells what differs from what is rounded differently; float32 is what people train in
+SETTINGS = [f"deelbo/float64/{accumulation}" for accumulation in (1, 2, 4)] + ["deelbo/float32/2", "map/float64/2"]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Callable[[str], dict[str, torch.Tensor]]:
-    @cache
-    def learned(method: str) -> dict[str, torch.Tensor]:
-        return run(tmp_path_factory.mktemp("alone") / "run", method, processes=1)[0]
+def alone(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    """What one process learns without accumulation, by method and dtype."""
+    folder = tmp_path_factory.mktemp("alone")
+    settings = ("deelbo/float64", "deelbo/float32", "map/float64")
+    return {setting: load_file(learn(folder, f"{setting}/1")) for setting in settings}
 
-    return learned
+
+def learn_together(folder: Path, num_processes: int) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """What each process learns, by setting; all in one start, which takes longer than the runs."""
+    command = [sys.executable, "-m", *LAUNCHERS[num_processes], SCRIPT, folder, *SETTINGS]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600)
+    files = [f"{rank}.safetensors" for rank in range(num_processes)]
+    return {setting: [load_file(folder / setting / file) for file in files] for setting in SETTINGS}
 
 
-@pytest.mark.parametrize(("method", "processes", "accumulation"), [("deelbo", 2, 1), ("deelbo", 2, 3), ("map", 2, 3)])
-def test_several_processes_learn_what_one_learns(alone, tmp_path, method, processes, accumulation):
-    ranks = run(tmp_path / "run", method, processes, accumulation)
-    alone = alone(method)
-    assert ranks[0].pop("num_processes") == processes
-    for name, tensor in ranks[0].items():
-        tolerance = {"rtol": 0, "atol": 1e-6} if name.startswith("w.") else {"rtol": 1e-6, "atol": 0}
-        torch.testing.assert_close(tensor, alone[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
-    for other in ranks[1:]:
-        for name, tensor in ranks[0].items():
-            assert torch.equal(tensor, other[name]) or name.startswith("logged"), name
+def assert_same_learned(one: dict, other: dict, setting: str) -> None:
+    assert one.keys() == other.keys()
+    for name in one.keys() - {"num_processes"}:
+        if name.startswith("w."):
+            tolerance = {"rtol": 0, "atol": 1e-6}
+        elif name.startswith("logged") or "float32" in setting:
+            tolerance = {"rtol": 1e-6, "atol": 0}
+        else:
+            tolerance = {"rtol": 1e-7, "atol": 0}
+        torch.testing.assert_close(one[name], other[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_no_example_counted_twice(learned: dict) -> None:
+    """The reported loss is the mean NLL of exactly the gathered examples, whatever fills up the last batch."""
+    for prefix in {name.removesuffix("_num_examples") for name in learned if name.endswith("_num_examples")}:
+        assert learned[f"{prefix}_num_examples"] == EVAL_SIZE
+        torch.testing.assert_close(learned[f"{prefix}_loss"], learned[f"{prefix}_nll"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes_learn_what_one_learns(alone, tmp_path, num_processes):
+    for setting, ranks in learn_together(tmp_path, num_processes).items():
+        assert ranks[0]["num_processes"] == num_processes
+        assert_same_learned(ranks[0], alone[setting.rpartition("/")[0]], setting)
+        assert_no_example_counted_twice(ranks[0])
+        for other in ranks[1:]:
+            for name, tensor in ranks[0].items():
+                assert torch.equal(tensor, other[name]) or name.startswith("logged"), name
+    checkpoint = tmp_path / "outputs" / "checkpoint-20"  # of the last setting, which took the place of the others'
+    files = {path.name for path in checkpoint.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= files
+    assert {name for name in files if "rng" in name} == {f"rng_state_{rank}.pth" for rank in range(num_processes)}
+    assert not list((tmp_path / "outputs").glob(".saving*"))
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_learns_what_a_whole_batch_learns(alone, tmp_path, accumulation):
+    setting = f"deelbo/float64/{accumulation}"
+    assert_same_learned(load_file(learn(tmp_path, setting)), alone["deelbo/float64"], setting)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_machines", "num_processes", "use_cpu"),
+    [("single_cpu", 1, 1, True), ("multi_cpu", 1, 2, True), ("multi_gpu", 1, 8, False), ("multi_node", 2, 16, False)],
+)
+def test_recipes_are_what_accelerate_reads(recipe, num_machines, num_processes, use_cpu):
+    config = load_config_from_file(str(RECIPES / f"{recipe}.yaml"))
+    assert isinstance(config, ClusterConfig)
+    assert (config.num_machines, config.num_processes, config.use_cpu) == (num_machines, num_processes, use_cpu)
+    assert config.distributed_type == ("NO" if num_processes == 1 else "MULTI_GPU")
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in RECIPES.iterdir()} == {"single_cpu", "multi_cpu", "multi_gpu", "multi_node"}

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import shutil
 
 import datasets
 import numpy as np
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForImageClassification, TimmWrapperConfig, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoTrainer, IsotropicPrior, LowRankPrior
 
@@ -436,6 +438,36 @@ class TestResume:
         best = AutoModelForImageClassification.from_pretrained(trainer.state.best_model_checkpoint)
         assert_same(snapshot(best), snapshot(trainer.model))
 
+    def test_killed_while_it_removes_the_last_checkpoint_the_best_is_left(self, make_trainer, tmp_path, monkeypatch):
+        trainer = make_trainer(
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="loss",
+            output_dir=str(tmp_path),
+            trainer={"eval_dataset": make_dataset("vit", 6)},
+        )
+        losses = iter([3.0, 1.0, 2.0, 4.0])
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *a, **k: evaluate(*a, **k) | {"eval_loss": next(losses)}
+        finalize = trainer._finalize_training
+
+        def be_killed(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        def finalize_until_something_is_removed(*args):
+            assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+            monkeypatch.setattr(shutil, "rmtree", be_killed)
+            return finalize(*args)
+
+        trainer._finalize_training = finalize_until_something_is_removed
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert trainer.state.best_model_checkpoint == get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
     def test_a_checkpoint_of_a_plain_trainer_is_refused(self, make_trainer, tmp_path):
         trainer = make_trainer(save_strategy="steps", save_steps=4, output_dir=str(tmp_path))
         trainer.train()
@@ -660,6 +692,65 @@ class TestPrecisionAndCompilation:
         for name, tensor in plain.model.state_dict().items():
             torch.testing.assert_close(scaled.model.state_dict()[name], tensor, rtol=0, atol=1e-7)
 
+    def test_noise_far_below_the_resolution_of_bf16_is_not_lost(self, make_trainer):
+        """Autocast works on 16-bit copies: the weights hold the noise, and sigma's gradient is <g, eps> of it."""
+        sigma = 1e-4  # near 1, as norm scales are, neighbours in bf16 are 4e-3 to 8e-3 apart
+        trainer = make_trainer(bf16=True, init_sigma=sigma, kappa=1, max_steps=1, max_grad_norm=0)
+        posterior, sampled = trainer.posterior, {}
+        mean = {name: tensor.clone() for name, tensor in posterior.parameters().items()}
+        complete_gradients = posterior.complete_gradients
+
+        def look_and_complete(*args):
+            sampled.update(
+                {name: (p.detach().clone(), p.grad.clone()) for name, p in trainer.model.named_parameters()}
+            )
+            complete_gradients(*args)
+            sampled["rho.grad"] = posterior.rho.grad.item()
+
+        posterior.complete_gradients = look_and_complete
+        variances = (posterior.lambda_.item(), posterior.tau.item())
+        trainer.train()
+
+        eps = {name: torch.zeros_like(tensor) for name, tensor in mean.items()}
+        add_noise_(eps, torch.tensor(1.0), key=(trainer.args.seed, 0))
+        inner_product = 0.0
+        for name, noise in eps.items():
+            weight, gradient = sampled[name]
+            torch.testing.assert_close((weight - mean[name]) / sigma, noise, rtol=0, atol=2e-3)
+            inner_product += (gradient.double() * noise.double()).sum().item()
+        sizes = [sum(tensor.numel() for tensor in part.values()) for part in (posterior.backbone, posterior.head)]
+        of_kl = sum(size * (sigma / variance - 1 / sigma) for size, variance in zip(sizes, variances, strict=True))
+        dsigma_drho = -math.expm1(-sigma)
+        expected = (inner_product + of_kl / len(trainer.train_dataset)) * dsigma_drho
+        assert abs(inner_product) > 1e-3
+        assert sampled["rho.grad"] == pytest.approx(expected, abs=1e-3 * abs(inner_product) * dsigma_drho)
+
+    def test_an_overflow_skips_the_step_and_lowers_the_scale(self, make_trainer, monkeypatch):
+        """As in fp16: weights, sigma and momentum stay, and training goes on."""
+        rhos, gradients_are_finite = [], iter([False, True])
+
+        class AsInFp16(TrainerCallback):
+            def on_train_begin(self, *args, **kwargs):
+                trainer.accelerator.native_amp = True
+                monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+
+            def on_step_end(self, *args, **kwargs):
+                rhos.append((trainer.posterior.rho.item(), trainer.model.classifier.weight.detach().clone()))
+
+        trainer = make_trainer(max_steps=2, trainer={"callbacks": [AsInFp16()]})
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        start = (trainer.posterior.rho.item(), trainer.model.classifier.weight.detach().clone())
+        trainer.model.classifier.weight.register_hook(
+            lambda gradient: gradient if next(gradients_are_finite) else gradient * math.inf
+        )
+        trainer.train()
+        assert trainer.accelerator.scaler.get_scale() == 128.0
+        assert rhos[0][0] == start[0]
+        assert torch.equal(rhos[0][1], start[1])
+        assert rhos[1][0] != start[0]
+        assert math.isfinite(rhos[1][0])
+        assert torch.isfinite(rhos[1][1]).all()
+
     def test_torch_compile(self, make_trainer):
         compiled = make_trainer(torch_compile=True, torch_compile_backend="aot_eager")
         plain = make_trainer()
@@ -702,15 +793,16 @@ class TestRefusals:
         with pytest.raises(TypeError, match="args: must be a DEELBoConfig, got TrainingArguments"):
             DEELBoTrainer(make_model("vit"), args, train_dataset=make_dataset("vit"))
 
-    def test_sharding_asked_for_by_accelerate(self, make_trainer, monkeypatch):
+    @pytest.mark.parametrize(("name", "flag"), [("FSDP", "is_fsdp_enabled"), ("DeepSpeed", "is_deepspeed_enabled")])
+    def test_sharding_asked_for_by_accelerate(self, make_trainer, monkeypatch, name, flag):
         create = DEELBoTrainer.create_accelerator_and_postprocess
 
-        def with_fsdp(self):
+        def with_sharding(self):
             create(self)
-            self.is_fsdp_enabled = True
+            setattr(self, flag, True)
 
-        monkeypatch.setattr(DEELBoTrainer, "create_accelerator_and_postprocess", with_fsdp)
-        with pytest.raises(ValueError, match="FSDP: sharded parameters are not supported yet"):
+        monkeypatch.setattr(DEELBoTrainer, "create_accelerator_and_postprocess", with_sharding)
+        with pytest.raises(ValueError, match=f"{name}: sharded parameters are not supported yet"):
             make_trainer()
 
     def test_a_model_spread_over_devices(self, make_trainer):
