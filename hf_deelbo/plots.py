@@ -332,6 +332,101 @@ def _float64(number: float) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
+# ---- Studies --------------------------------------------------------------------------------------------------------
+
+
+def plot_accuracy_over_compute(
+    curves: Mapping[str, Sequence[tuple[float, float]]], points: Mapping[str, Sequence[tuple[float, float]]]
+) -> Figure:
+    """What accuracy each method reaches for how much compute.
+
+    Args:
+        curves: seconds and accuracy, by name, for instance of a search after each of its trials.
+        points: seconds and accuracy on each training set, by name; the mean is marked, with a bar from the lowest to
+            the highest accuracy.
+
+    Example:
+        >>> points = {"DE ELBo": [(10.0, 0.5), (12.0, 0.7)]}
+        >>> figure = plot_accuracy_over_compute({"grid search": [(20.0, 0.3), (40.0, 0.6)]}, points)
+        >>> figure.axes[0].lines[1].get_ydata().tolist()
+        [60.0]
+    """
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    styles = cycle(STYLES)
+    for name, curve in curves.items():
+        seconds, accuracy = np.array(curve).T
+        axes.plot(seconds, 100 * accuracy, **(next(styles) | {"marker": ""}), label=name)
+    for name, values in points.items():
+        style = next(styles)
+        seconds, accuracy = np.array(values).T
+        at, mean = seconds.mean(), 100 * accuracy.mean()
+        axes.plot([at], [mean], **(style | {"linestyle": ""}), markersize=8, label=name)
+        axes.vlines(at, 100 * accuracy.min(), 100 * accuracy.max(), color=style["color"])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    _describe(axes, "compute of the whole choice, seconds", "test accuracy, %")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=FONT_SIZE)
+    return _laid_out(figure)
+
+
+def plot_kappa_sweep(runs: Sequence[tuple[float, float, float]], default: float) -> Figure:
+    """Test accuracy (left) and NLL (right) over kappa, the mean and every run.
+
+    Args:
+        runs: kappa, accuracy and NLL of each.
+        default: D/N, to be marked.
+
+    Example:
+        >>> figure = plot_kappa_sweep([(1.0, 0.1, 2.3), (100.0, 0.8, 0.5), (100.0, 0.6, 0.7)], default=100.0)
+        >>> figure.axes[0].lines[1].get_ydata().tolist()
+        [10.0, 70.0]
+    """
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    kappas = sorted({kappa for kappa, *_ in runs})
+    for axes, column, scale, label in zip(
+        figure.subplots(1, 2), (1, 2), (100, 1), ("test accuracy, %", "test NLL"), strict=True
+    ):
+        means = [float(np.mean([scale * run[column] for run in runs if run[0] == kappa])) for kappa in kappas]
+        axes.axvline(default, color="0.4", linewidth=1, label="$\\kappa = D/N$")
+        axes.plot(kappas, means, **STYLES[0], label="mean")
+        every = {"linestyle": "", "marker": ".", "color": STYLES[0]["color"], "alpha": 0.5}
+        axes.plot([run[0] for run in runs], [scale * run[column] for run in runs], **every, label="each training set")
+        axes.set_xscale("log")
+        _describe(axes, "weight of the likelihood, $\\kappa$", label)
+    handles = figure.axes[0].lines
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=FONT_SIZE)
+    return _laid_out(figure)
+
+
+def plot_by_method(values: Mapping[str, Sequence[float]], label: str) -> Figure:
+    """One row for each method, with a mark at the mean and a point for each training set.
+
+    Args:
+        values: a number for each training set, by the name of the method.
+        label: what the number is.
+
+    Example:
+        >>> figure = plot_by_method({"MAP": [0.5, 0.7], "DE ELBo": [0.4]}, "test NLL")
+        >>> [float(line.get_xdata()[0]) for line in figure.axes[0].lines[::2]]
+        [0.6, 0.4]
+    """
+    figure = Figure(figsize=(7, 1.2 + 0.4 * len(values)), layout="constrained")
+    axes = figure.subplots()
+    for position, (name, numbers) in enumerate(values.items()):
+        mean = sum(numbers) / len(numbers)
+        axes.plot(
+            [mean], [position], color=STYLES[0]["color"], marker="|", markersize=18, markeredgewidth=3, label=name
+        )
+        axes.plot(numbers, [position] * len(numbers), color=STYLES[1]["color"], linestyle="", marker="o", label="")
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    _describe(axes, f"{label}: each training set, and the mean (bar)", "")
+    return _laid_out(figure)
+
+
 # ---- Files ---------------------------------------------------------------------------------------------------------
 
 
