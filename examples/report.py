@@ -7,6 +7,7 @@ README between its two marks. The same lines give the same bytes.
 """
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -26,6 +27,7 @@ from hf_deelbo.plots import (
 )
 from hf_deelbo.reports import (
     AT,
+    PRIORS,
     Line,
     Row,
     comparison_table,
@@ -82,17 +84,24 @@ def section(rows: list[Row], folder: Path) -> str:
     name = file_name(rows[0])
     for prior, of_prior in groupby(rows, key=lambda row: row.config["prior"]):
         of_prior = list(of_prior)
+        heading = f"{PRIORS[prior]}: {title(of_prior[0])}"
         if any(row.config["method"] in SEARCHES for row in of_prior):
-            figure = accuracy_over_compute(of_prior)
-            text = "Accuracy over compute. The curves stop a search after some of its trials (500 random orders), and "
-            text += "test the best as it is, trained on four fifths; the marks are the ends, with the run on all data."
+            figure = accuracy_over_compute(of_prior, heading)
+            text = f"Accuracy over compute, {PRIORS[prior]}. The curves stop a search after some of its trials (500 "
+            text += (
+                "random orders) and test the best as it is, trained on four fifths; marks are the ends, with all data."
+            )
             parts.append(saved(figure, folder, f"compute_{name}_{prior}", text))
-    values = {f"{row.name}, {at}": row.values("nll", key) for row in rows for key, at in AT.items()}
-    values = {label: numbers for label, numbers in values.items() if numbers and max(numbers) < float("inf")}
-    parts.append(saved(plot_by_method(values, "test NLL"), folder, f"nll_{name}", "NLL of all methods."))
+        values = {f"{row.method}, {at}": row.values("nll", key) for row in of_prior for key, at in AT.items()}
+        values = {label: numbers for label, numbers in values.items() if numbers and max(numbers) < math.inf}
+        figure = plot_by_method(values, "test NLL", heading)
+        parts.append(
+            saved(figure, folder, f"nll_{name}_{prior}", f"NLL, {PRIORS[prior]}; what is infinite is left out.")
+        )
     if pair := same_set_by_both(rows):
         figure = plot_elbo_comparison([posterior_of("plain ELBo", pair[0]), posterior_of("DE ELBo", pair[1])])
-        text = f"Which posterior each objective prefers, from the lines `{pair[0]['id']}` and `{pair[1]['id']}`."
+        text = "Which posterior each objective prefers. "
+        text += f"From the lines `{pair[0]['id']}` (plain ELBo) and `{pair[1]['id']}` (DE ELBo)."
         parts.append(saved(figure, folder, f"elbo_{name}", text))
     return "\n\n".join(parts)
 
@@ -108,7 +117,7 @@ def kappa_section(rows: list[Row], folder: Path) -> str:
         averaged = [spread(row.values("accuracy", "average"), 1, 100), spread(row.values("nll", "average"), 2)]
         body.append([f"{kappa:,.0f}" + (" (D/N)" if is_default else ""), *cells, *averaged, row.ids])
     header = ["kappa", "accuracy %, mean", "NLL, mean", "accuracy %, average", "NLL, average", "lines"]
-    figure = plot_kappa_sweep([point for point in points if None not in point], default)
+    figure = plot_kappa_sweep([point for point in points if None not in point], default, title(rows[0]))
     parts = [f"## kappa: {title(rows[0])}", markdown_table(header, body)]
     parts.append(saved(figure, folder, f"kappa_{file_name(rows[0])}", "At the posterior mean."))
     return "\n\n".join(parts)
@@ -128,17 +137,15 @@ def summary(rows: list[Row]) -> str:
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
 
-def accuracy_over_compute(rows: list[Row]) -> Figure:
-    """The curves of searches, and where each method ends."""
+def accuracy_over_compute(rows: list[Row], heading: str) -> Figure:
+    """Where each method ends, and the curves of searches."""
+    points = {row.method: [(line["seconds"], line["test"]["mean"]["accuracy"]) for line in row.lines] for row in rows}
     curves = {
-        f"{row.name}, stopped early": mean_curve(
-            [search_curve(line["trials"], line["num_classes"]) for line in row.lines]
-        )
+        row.method: mean_curve([search_curve(line["trials"], line["num_classes"]) for line in row.lines])
         for row in rows
         if row.config["method"] in SEARCHES
     }
-    points = {row.name: [(line["seconds"], line["test"]["mean"]["accuracy"]) for line in row.lines] for row in rows}
-    return plot_accuracy_over_compute(curves, points)
+    return plot_accuracy_over_compute(points, curves, heading)
 
 
 def same_set_by_both(rows: list[Row]) -> tuple[Line, Line] | None:

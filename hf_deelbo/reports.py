@@ -50,8 +50,13 @@ class Row:
     @property
     def name(self) -> str:
         """Prior, method and what was set for it."""
+        return f"{PRIORS[self.config['prior']]}, {self.method}"
+
+    @property
+    def method(self) -> str:
+        """The same without the prior."""
         config = self.config
-        parts = [PRIORS[config["prior"]], METHODS[config["method"]]]
+        parts = [METHODS[config["method"]]]
         if len(config.get("init_sigmas", ())) > 0:
             parts.append("sigma from " + " or ".join(f"{sigma:g}" for sigma in config["init_sigmas"]))
         if config.get("learning_rates", list(LEARNING_RATES)) != list(LEARNING_RATES):

@@ -173,7 +173,7 @@ class TestReport:
         assert self.report(script, folder) == files
         figures = sorted(Path(name).stem for name in files if name.endswith(".png"))
         task = "cifar10_100_efficientnet_lite0_64_150"
-        assert figures == [f"compute_{task}_l2-sp", f"elbo_{task}", f"kappa_{task}", f"nll_{task}"]
+        assert figures == [f"compute_{task}_l2-sp", f"elbo_{task}", f"kappa_{task}", f"nll_{task}_l2-sp"]
         text = files["results/REPORT.md"].decode()
         assert all(f"(figures/{name}.png)" in text for name in figures)
         assert all(f"`{run['id']}`" in text for run in GRID + HALVING + PLAIN + SWEEP)
@@ -185,10 +185,10 @@ class TestReport:
         self.report(script, folder)
         (path,) = (folder / "results" / "figures").glob("compute_*.json")
         lines = {each["label"]: each for each in json.loads(path.read_text())["axes"][0]["lines"]}
-        ours = lines["L2-SP, DE ELBo, halving, sigma from 0.01"]
+        ours = lines["DE ELBo, halving, sigma from 0.01"]
         assert (ours["x"], ours["y"]) == ([180], [42.5])
-        assert lines["L2-SP, MAP, grid search"]["x"] == [2600]
-        curve = lines["L2-SP, MAP, grid search, stopped early"]
+        assert lines["MAP, grid search"]["x"] == [2600]
+        curve = lines["MAP, grid search, stopped early"]
         np.testing.assert_allclose(curve["y"], [100 * accuracy for _, accuracy in search_curve(TRIALS, 10)])
         (path,) = (folder / "results" / "figures").glob("kappa_*.json")
         mean = json.loads(path.read_text())["axes"][0]["lines"][1]
