@@ -113,7 +113,7 @@ def resized_images(
         to_bytes = v2.Compose([v2.ToImage(), v2.Resize((resized, resized))])
         rows = dataset.with_format(None).select_columns(image_column)
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), 3, resized, resized)}
-        with whole_file(path) as file:
+        with whole_file(path) as new, open(new, "wb") as file:
             write_array_header_1_0(file, header)
             for index, row in enumerate(tqdm(rows, desc="Resizing images", disable=disable_tqdm, leave=False)):
                 file.write(to_bytes(decode_image(row[image_column], f"Image {index}")).numpy().tobytes())

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _STAGING = ".saving-"
 _COMPLETE = ".saved"
@@ -25,19 +25,18 @@ def write_whole(path: str | os.PathLike, content: str | bytes) -> None:
         >>> path.read_text()
         'new'
     """
-    with whole_file(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    with whole_file(path) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """`write_whole` for content that comes in parts: an open file, which counts once the body is done."""
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """`write_whole` for content that comes in parts: where to write it, which becomes `path` once the body is done."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            yield file
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
