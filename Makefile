@@ -5,7 +5,7 @@ SOURCES := hf_deelbo tests examples
 # nothing here needs the Hub
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-slow quality style
+.PHONY: demo report test test-slow quality style
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -14,6 +14,9 @@ $(VENV)/installed: pyproject.toml
 
 demo: $(VENV)/installed  ## Learn a posterior on an embedded dataset and print what was learned
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no examples/run_deelbo.py
+
+report: $(VENV)/installed  ## Tables and figures of examples/results, from its lines
+	$(BIN)/python examples/report.py
 
 test: $(VENV)/installed quality  ## The tests that CI runs
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2

@@ -294,18 +294,25 @@ class Setting:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def grid(prior: str) -> list[Setting]:
-    """The paper's grid: 24 settings for L2-zero and L2-SP, with alpha = beta; 240 for PTYL.
+def grid(
+    prior: str,
+    learning_rates: Sequence[float] = LEARNING_RATES,
+    penalties: Sequence[float] = PENALTIES_OVER_N,
+    lambdas: Sequence[float] = LAMBDAS,
+) -> list[Setting]:
+    """The paper's grid, or another: 24 settings for L2-zero and L2-SP, with alpha = beta; 240 for PTYL.
 
     Example:
         >>> len(grid("l2-zero")), len(grid("l2-sp")), len(grid("ptyl"))
         (24, 24, 240)
+        >>> [setting.name for setting in grid("l2-sp", learning_rates=[0.1], penalties=[0.01, 0])]
+        ['lr0.1_alpha0.01_beta0.01', 'lr0.1_alpha0_beta0']
     """
     _check_prior(prior)
     if prior == "ptyl":
-        points = itertools.product(LEARNING_RATES, LAMBDAS, PENALTIES_OVER_N)
+        points = itertools.product(learning_rates, lambdas, penalties)
         return [Setting(rate, lambda_=lambda_, beta_over_n=beta) for rate, lambda_, beta in points]
-    points = itertools.product(LEARNING_RATES, PENALTIES_OVER_N)
+    points = itertools.product(learning_rates, penalties)
     return [Setting(rate, alpha_over_n=penalty, beta_over_n=penalty) for rate, penalty in points]
 
 
@@ -398,13 +405,23 @@ def train_validation_split(labels: Sequence[int], seed: int = 0) -> Split:
 
 @dataclass(frozen=True)
 class ValidationTrial:
-    """A setting trained on four fifths, and how it did on the other; infinite NLL if it diverged."""
+    """A setting trained on four fifths, and how it did on the other; infinite NLL if it diverged.
+
+    Attributes:
+        measured: what `measure` gave; nothing if it diverged. It takes no part in the choice, nor in `seconds`.
+    """
 
     setting: Setting
     steps: int
     validation_nll: float
     validation_accuracy: float
     seconds: float
+    measured: dict[str, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: what is not finite, as of a trial that diverged, is null."""
+        content = asdict(self) | {"setting": self.setting.arguments}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
 
 
 @dataclass(frozen=True)
@@ -443,6 +460,8 @@ class SearchResult:
 
 # a trainer for a setting, that writes into the folder and trains and evaluates on the split
 MakeTrainer = Callable[[Setting, str, Split], MAPTrainer]
+# numbers to note of a trial, such as its accuracy on test data, to study the search itself
+Measure = Callable[[MAPTrainer], dict[str, float]]
 
 
 def grid_search(
@@ -451,6 +470,7 @@ def grid_search(
     folder: str | os.PathLike,
     labels: Sequence[int],
     seed: int = 0,
+    measure: Measure | None = None,
 ) -> tuple[MAPTrainer, SearchResult]:
     """Try the settings on a held-out fifth, train the best on all, and return its trainer and what was measured.
 
@@ -465,6 +485,7 @@ def grid_search(
         folder: where to work; one folder for one search.
         labels: the class of each training example.
         seed: draws the fifth.
+        measure: called with the trainer of each trial that did not diverge; see `ValidationTrial.measured`.
 
     Example:
         ```python
@@ -476,7 +497,7 @@ def grid_search(
         trainer, result = grid_search(make_trainer, grid("l2-sp"), "outputs/grid", plain["label"])
         ```
     """
-    return _search_among("grid", make_trainer, settings, folder, labels, seed)
+    return _search_among("grid", make_trainer, settings, folder, labels, seed, measure)
 
 
 def random_search(
@@ -486,10 +507,11 @@ def random_search(
     folder: str | os.PathLike,
     labels: Sequence[int],
     seed: int = 0,
+    measure: Measure | None = None,
 ) -> tuple[MAPTrainer, SearchResult]:
     """`grid_search` among `random_settings(prior, num_trials, seed)`."""
     settings = random_settings(prior, num_trials, seed)
-    return _search_among("random", make_trainer, settings, folder, labels, seed)
+    return _search_among("random", make_trainer, settings, folder, labels, seed, measure)
 
 
 def tpe_search(
@@ -499,6 +521,7 @@ def tpe_search(
     folder: str | os.PathLike,
     labels: Sequence[int],
     seed: int = 0,
+    measure: Measure | None = None,
 ) -> tuple[MAPTrainer, SearchResult]:
     """`grid_search`, but Optuna's TPE proposes each setting of `search_space(prior)` after what it saw.
 
@@ -511,7 +534,7 @@ def tpe_search(
         raise ImportError("TPE is Optuna's: pip install optuna.") from error
     space = search_space(prior)
     search = {"method": "tpe", "prior": prior, "num_trials": num_trials}
-    session = _Session(make_trainer, Path(folder), search, labels, seed)
+    session = _Session(make_trainer, Path(folder), search, labels, seed, measure)
     study = optuna.create_study(direction="minimize", sampler=optuna.samplers.TPESampler(seed=seed))
     for _ in range(num_trials):
         trial = study.ask()
@@ -526,11 +549,12 @@ def _search_among(
     folder: str | os.PathLike,
     labels: Sequence[int],
     seed: int,
+    measure: Measure | None,
 ) -> tuple[MAPTrainer, SearchResult]:
     if not settings or len(set(settings)) != len(settings):
         raise ValueError(f"settings: needs at least one, and none twice; got {list(settings)}.")
     search = {"method": method, "settings": [asdict(setting) for setting in settings]}
-    session = _Session(make_trainer, Path(folder), search, labels, seed)
+    session = _Session(make_trainer, Path(folder), search, labels, seed, measure)
     for setting in settings:
         session.run(setting)
     return session.finish()
@@ -540,9 +564,16 @@ class _Session:
     """The trials of one search, and their file."""
 
     def __init__(
-        self, make_trainer: MakeTrainer, folder: Path, search: dict[str, Any], labels: Sequence[int], seed: int
+        self,
+        make_trainer: MakeTrainer,
+        folder: Path,
+        search: dict[str, Any],
+        labels: Sequence[int],
+        seed: int,
+        measure: Measure | None,
     ):
         self.make_trainer, self.folder, self.method = make_trainer, folder, search["method"]
+        self.measure = measure
         self.split = train_validation_split(labels, seed)
         self.all = Split(list(range(len(labels))), [])
         self.file = ResultsFile(folder / RESULTS_FILE, {**search, "seed": seed, "num_examples": len(labels)})
@@ -560,7 +591,9 @@ class _Session:
         start = time.perf_counter()
         trainer = self._trainer(setting, setting.name, self.split)
         nll, accuracy = _train_and_validate(trainer)
-        trial = ValidationTrial(setting, trainer.state.global_step, nll, accuracy, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        measured = self.measure(trainer) if self.measure and math.isfinite(nll) else None
+        trial = ValidationTrial(setting, trainer.state.global_step, nll, accuracy, seconds, measured)
         logger.info(f"{setting.name}: validation NLL {nll:.6g}, accuracy {accuracy:.4g}")
         self.trials.append(trial)
         self._write(trainer)

@@ -311,12 +311,13 @@ def column_of(dataset: datasets.Dataset, name: str) -> list:
 
 
 def column_of_labels(dataset: Any) -> list[int] | None:
-    """The labels of a `datasets.Dataset` without decoding its images, or `None` where they cannot be told."""
+    """The labels of a `datasets.Dataset` or `CachedImages`, without decoding images; `None` if they cannot be told."""
     if isinstance(dataset, datasets.Dataset):
         for name in LABEL_COLUMNS:
             if name in dataset.column_names:
                 return column_of(dataset, name)
-    return None
+    labels = getattr(dataset, "labels", None)
+    return labels if isinstance(labels, list) else None
 
 
 # ---- Images --------------------------------------------------------------------------------------------------------
@@ -389,7 +390,7 @@ def image_transform(
         >>> transform(Image.new("RGB", (100, 50))).shape
         torch.Size([3, 224, 224])
     """
-    resized = _size_before_crop(size)
+    resized = size_before_crop(size)
     crops = [v2.RandomCrop(size) if augment else v2.CenterCrop(size)]
     if augment and horizontal_flip:
         crops.append(v2.RandomHorizontalFlip())
@@ -414,7 +415,7 @@ def image_processor(size: int, statistics: ChannelStatistics) -> BaseImageProces
         >>> torch.allclose(processed, image_transform(224, statistics, augment=False)(image), atol=1e-6)
         True
     """
-    resized = _size_before_crop(size)
+    resized = size_before_crop(size)
     return ViTImageProcessor(
         size={"height": resized, "width": resized},
         do_center_crop=True,
@@ -424,7 +425,7 @@ def image_processor(size: int, statistics: ChannelStatistics) -> BaseImageProces
     )
 
 
-def _size_before_crop(size: int) -> int:
+def size_before_crop(size: int) -> int:
     """224 becomes 256; the margin is whole on both sides, so that all libraries cut out the same centre."""
     return size + 2 * round(size / 14)
 

@@ -27,11 +27,18 @@ def write_whole(path: str | os.PathLike, content: str | bytes) -> None:
         >>> path.read_text()
         'new'
     """
+    with whole_file(path) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """`write_whole` for content that comes in parts: where to write it, which becomes `path` once the body is done."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

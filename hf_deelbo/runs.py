@@ -2,12 +2,13 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import datasets
 import yaml
 from transformers import (
     AutoTokenizer,
@@ -18,12 +19,16 @@ from transformers import (
     set_seed,
 )
 
+from .baselines import MAPConfig, MAPTrainer, Setting, Split
+from .cached_images import CachedImages, resized_images, whole_batch
 from .data import (
     EMBEDDED_DATASET,
+    ChannelStatistics,
     as_images,
     as_tokens,
     channel_statistics,
     check_images,
+    column_of,
     image_processor,
     image_transform,
     load_data,
@@ -66,6 +71,10 @@ class DataArguments:
     max_eval_samples: int | None = field(default=None, metadata={"help": "At most so many test rows."})
     image_size: int | None = field(default=None, metadata={"help": "Pixels of the crop; default is 224."})
     horizontal_flip: bool = field(default=True, metadata={"help": "Mirror half of the images in training."})
+    cache_images: bool = field(
+        default=False,
+        metadata={"help": "Decode and resize each image once, into a file, and read batches from there."},
+    )
     max_seq_length: int = field(default=128, metadata={"help": "Tokens of a text; more are cut off."})
 
 
@@ -207,9 +216,32 @@ class Task:
             "train_dataset": self.train,
             "eval_dataset": self.test,
             "processing_class": self.processing_class,
-            "data_collator": DataCollatorWithPadding(self.processing_class) if self.rows.kind == "text" else None,
+            "data_collator": self._collator(),
             "compute_metrics": compute_metrics,
         }
+
+    def map_trainer(self, config: MAPConfig, setting: Setting, output_dir: str, split: Split) -> MAPTrainer:
+        """A trainer with a fresh model for a search of `baselines`, that pushes nothing.
+
+        It is evaluated on the rows that are held out or, if there are none, on the test set.
+        """
+        args = replace(config, output_dir=output_dir, push_to_hub=False, **setting.arguments)
+        rows = {
+            "train_dataset": self.train.select(split.train),
+            "unaugmented_dataset": self.unaugmented.select(split.train),
+            "eval_dataset": self.unaugmented.select(split.validation) if split.validation else self.test,
+        }
+        return MAPTrainer(self.load_model(args.seed), args, **(self.trainer_arguments | rows))
+
+    @property
+    def labels(self) -> list[int]:
+        """The class of each training row."""
+        return column_of(self.rows.train, self.rows.label)
+
+    def _collator(self) -> Callable | None:
+        if self.rows.kind == "text":
+            return DataCollatorWithPadding(self.processing_class)
+        return whole_batch if self.arguments.cache_images else None
 
     def configure(self, config: TrainingArguments) -> None:
         """Set what the rows need: their columns are read by a transform, which `Trainer` does not know of."""
@@ -219,15 +251,29 @@ class Task:
     def _prepare_images(self) -> None:
         rows, size = self.rows, self.arguments.image_size or 224
         statistics = channel_statistics(rows.train, rows.inputs, disable_tqdm=self.disable_tqdm)
-        check_images(rows.test, rows.inputs, disable_tqdm=self.disable_tqdm)
         flip = self.arguments.horizontal_flip
-        augmented = image_transform(size, statistics, augment=True, horizontal_flip=flip)
-        plain = image_transform(size, statistics, augment=False)
-        self.train = as_images(rows.train, rows.inputs, rows.label, augmented)
-        self.unaugmented = as_images(rows.train, rows.inputs, rows.label, plain)
-        self.test = as_images(rows.test, rows.inputs, rows.label, plain)
+        if self.arguments.cache_images:
+            self._read_images_from_files(size, statistics)
+        else:
+            check_images(rows.test, rows.inputs, disable_tqdm=self.disable_tqdm)
+            augmented = image_transform(size, statistics, augment=True, horizontal_flip=flip)
+            plain = image_transform(size, statistics, augment=False)
+            self.train = as_images(rows.train, rows.inputs, rows.label, augmented)
+            self.unaugmented = as_images(rows.train, rows.inputs, rows.label, plain)
+            self.test = as_images(rows.test, rows.inputs, rows.label, plain)
         self.processing_class = image_processor(size, statistics)
         self.preprocessing = {"image_size": size, "horizontal_flip": flip, **asdict(statistics)}
+
+    def _read_images_from_files(self, size: int, statistics: ChannelStatistics) -> None:
+        rows, flip = self.rows, self.arguments.horizontal_flip
+        folder = Path(self.model.cache_dir or datasets.config.HF_DATASETS_CACHE) / "resized_images"
+        train, test = (
+            (resized_images(split, rows.inputs, size, folder, self.disable_tqdm), column_of(split, rows.label))
+            for split in (rows.train, rows.test)
+        )
+        self.train = CachedImages(*train, size, statistics, augment=True, horizontal_flip=flip)
+        self.unaugmented = CachedImages(*train, size, statistics)
+        self.test = CachedImages(*test, size, statistics)
 
     def _prepare_texts(self) -> None:
         rows, model, length = self.rows, self.model, self.arguments.max_seq_length

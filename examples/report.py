@@ -1,0 +1,211 @@
+"""Tables and figures of `examples/study.py`, from its lines alone.
+
+    python examples/report.py      # or `make report`
+
+It reads every `*.jsonl` of the folder `examples/results` and writes `REPORT.md` and figures there, and the part of the
+README between its two marks. The same lines give the same bytes.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from hf_deelbo.files import write_whole
+from hf_deelbo.plots import (
+    FixedPosterior,
+    PriorFit,
+    plot_accuracy_over_compute,
+    plot_by_method,
+    plot_elbo_comparison,
+    plot_kappa_sweep,
+    save_figure,
+)
+from hf_deelbo.reports import (
+    AT,
+    PRIORS,
+    Line,
+    Row,
+    comparison_table,
+    cost_table,
+    markdown_table,
+    mean_curve,
+    quality_table,
+    rows_of,
+    search_curve,
+    spread,
+)
+from hf_deelbo.studies import read_lines
+
+ROOT = Path(__file__).parents[1]
+MARKS = "<!-- results: begin -->", "<!-- results: end -->"
+SEARCHES = ("map-grid", "map-random", "map-tpe")
+HOW_TO_READ = """\
+Numbers are means over training sets, with the lowest and the highest. *mean*: at the posterior mean, or the weights
+that MAP learned, with running batch-norm statistics, as in the paper. *mean, recomputed*: the same weights with
+statistics computed over the training images. *average*: probabilities averaged over weight samples, each with
+statistics of its own. J/D compares runs of the same kappa. Seconds are those of the whole choice, without tests. A
+row's *lines* are the ids of its runs in the `*.jsonl`."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "examples" / "results", help="the folder of lines")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file with the two marks")
+    options = parser.parse_args(argv)
+    write_report(options.results, options.readme)
+
+
+def write_report(results: Path, readme: Path) -> None:
+    """Read the lines; write figures, the report, and its summary into the README."""
+    lines = {line["id"]: line for path in sorted(results.glob("*.jsonl")) for line in read_lines(path)}
+    rows = rows_of(list(lines.values()))
+    compared = [row for row in rows if row.config["method"] != "deelbo-single"]
+    sections = [section(list(of_task), results) for _, of_task in groupby(compared, key=lambda row: row.task)]
+    swept = [row for row in rows if row.config["method"] == "deelbo-single"]
+    sections += [kappa_section(list(of_task), results) for _, of_task in groupby(swept, key=lambda row: row.task)]
+    parts = ["# Results", "Made by `make report`; do not edit.", HOW_TO_READ, "## Against grid search"]
+    parts += [comparison_table(compared), *sections]
+    write_whole(results / "REPORT.md", "\n\n".join(parts) + "\n")
+    put_between_marks(readme, summary(compared))
+
+
+# ---- Sections -------------------------------------------------------------------------------------------------------
+
+
+def section(rows: list[Row], folder: Path) -> str:
+    """Tables and figures of the methods on one task."""
+    parts = [f"## {title(rows[0])}", quality_table(rows), cost_table(rows)]
+    name = file_name(rows[0])
+    for prior, of_prior in groupby(rows, key=lambda row: row.config["prior"]):
+        of_prior = list(of_prior)
+        heading = f"{PRIORS[prior]}: {title(of_prior[0])}"
+        if any(row.config["method"] in SEARCHES for row in of_prior):
+            figure = accuracy_over_compute(of_prior, heading)
+            text = f"Accuracy over compute, {PRIORS[prior]}. The curves stop a search after some of its trials (500 "
+            text += (
+                "random orders) and test the best as it is, trained on four fifths; marks are the ends, with all data."
+            )
+            parts.append(saved(figure, folder, f"compute_{name}_{prior}", text))
+        values = {f"{row.method}, {at}": row.values("nll", key) for row in of_prior for key, at in AT.items()}
+        values = {label: numbers for label, numbers in values.items() if numbers and max(numbers) < math.inf}
+        figure = plot_by_method(values, "test NLL", heading)
+        parts.append(
+            saved(figure, folder, f"nll_{name}_{prior}", f"NLL, {PRIORS[prior]}; what is infinite is left out.")
+        )
+    if pair := same_set_by_both(rows):
+        figure = plot_elbo_comparison([posterior_of("plain ELBo", pair[0]), posterior_of("DE ELBo", pair[1])])
+        text = "Which posterior each objective prefers. "
+        text += f"From the lines `{pair[0]['id']}` (plain ELBo) and `{pair[1]['id']}` (DE ELBo)."
+        parts.append(saved(figure, folder, f"elbo_{name}", text))
+    return "\n\n".join(parts)
+
+
+def kappa_section(rows: list[Row], folder: Path) -> str:
+    """Accuracy and NLL over kappa."""
+    points, body, default = [], [], None
+    for row in sorted(rows, key=lambda row: row.lines[0]["learned"]["kappa"]):
+        kappa, is_default = row.lines[0]["learned"]["kappa"], row.config["kappa"] == "auto"
+        default = kappa if is_default else default
+        points += [(kappa, *(line["test"]["mean"][key] for key in ("accuracy", "nll"))) for line in row.lines]
+        cells = [spread(row.values("accuracy"), 1, 100), spread(row.values("nll"), 2)]
+        averaged = [spread(row.values("accuracy", "average"), 1, 100), spread(row.values("nll", "average"), 2)]
+        body.append([f"{kappa:,.0f}" + (" (D/N)" if is_default else ""), *cells, *averaged, row.ids])
+    header = ["kappa", "accuracy %, mean", "NLL, mean", "accuracy %, average", "NLL, average", "lines"]
+    figure = plot_kappa_sweep([point for point in points if None not in point], default, title(rows[0]))
+    parts = [f"## kappa: {title(rows[0])}", markdown_table(header, body)]
+    parts.append(saved(figure, folder, f"kappa_{file_name(rows[0])}", "At the posterior mean."))
+    return "\n\n".join(parts)
+
+
+def summary(rows: list[Row]) -> str:
+    """For the README."""
+    if not rows:
+        return "No results yet: `python examples/study.py --preset digits`, then `make report`."
+    machines = sorted(
+        {f"{m['cores']} cores, torch {m['torch']}" for row in rows for m in (x["machine"] for x in row.lines)}
+    )
+    text = "All tables, figures and lines are in [examples/results](examples/results/REPORT.md); machine: "
+    return f"{comparison_table(rows)}\n\n{text}{'; '.join(machines)}."
+
+
+# ---- Figures --------------------------------------------------------------------------------------------------------
+
+
+def accuracy_over_compute(rows: list[Row], heading: str) -> Figure:
+    """Where each method ends, and the curves of searches."""
+    points = {row.method: [(line["seconds"], line["test"]["mean"]["accuracy"]) for line in row.lines] for row in rows}
+    curves = {
+        row.method: mean_curve([search_curve(line["trials"], line["num_classes"]) for line in row.lines])
+        for row in rows
+        if row.config["method"] in SEARCHES
+    }
+    return plot_accuracy_over_compute(points, curves, heading)
+
+
+def same_set_by_both(rows: list[Row]) -> tuple[Line, Line] | None:
+    """A line of the plain ELBo, and of the DE ELBo with the same prior and training set that has the highest J."""
+    lines = [line for row in rows for line in row.lines]
+    for plain in (line for line in lines if line["config"]["method"] == "elbo"):
+        where = {name: plain["config"][name] for name in ("prior", "subset_seed")}
+        ours = [line for line in lines if line["config"]["method"].startswith("deelbo")]
+        ours = [line for line in ours if where.items() <= line["config"].items()]
+        if ours:
+            return plain, max(ours, key=lambda line: line["de_elbo"]["de_elbo"])
+    return None
+
+
+def posterior_of(name: str, line: Line) -> FixedPosterior:
+    """The posterior that a line describes."""
+    parts = {part: PriorFit(**line["posterior"][part]) for part in ("backbone", "head")}
+    return FixedPosterior(**line["posterior"] | parts | {"name": name})
+
+
+# ---- Text -----------------------------------------------------------------------------------------------------------
+
+
+def title(row: Row) -> str:
+    """What was learned from, by which model, for how long."""
+    config, tested = row.config, row.lines[0]["num_test_examples"]
+    size = f"{config['image_size']} px, {config['steps']:,} steps, {tested:,} test examples"
+    return f"{config['dataset']}, N = {config['train_size']:,} ({Path(config['model']).name}, {size})"
+
+
+def file_name(row: Row) -> str:
+    """The same, for files."""
+    config = row.config
+    parts = (
+        config["dataset"],
+        config["train_size"],
+        Path(config["model"]).name,
+        config["image_size"],
+        config["steps"],
+    )
+    return re.sub(r"[^a-z0-9]+", "_", "_".join(map(str, parts)).lower())
+
+
+def saved(figure: Figure, folder: Path, name: str, text: str) -> str:
+    """Write the figure, and show it in Markdown."""
+    save_figure(figure, folder / "figures" / name)
+    return f"![{text.split('.')[0]}](figures/{name}.png)\n\n{text}"
+
+
+def put_between_marks(path: Path, text: str) -> None:
+    """Replace what stands between the two marks."""
+    content = path.read_text(encoding="utf-8")
+    begin, end = MARKS
+    if content.count(begin) != 1 or content.count(end) != 1:
+        raise ValueError(f"readme: {path} needs the marks {begin} and {end}, once each.")
+    before, rest = content.split(begin)
+    new = f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    if new != content:
+        write_whole(path, new)
+
+
+if __name__ == "__main__":
+    main()

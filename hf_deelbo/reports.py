@@ -1,0 +1,281 @@
+"""Tables of a study, from its lines alone: quality, cost, and how the DE ELBo compares with the search of its prior.
+
+Every row names the lines it was made of, by their ids.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .baselines import LEARNING_RATES
+
+Line = Mapping[str, Any]
+
+METHODS = {
+    "map-grid": "MAP, grid search",
+    "map-random": "MAP, random search",
+    "map-tpe": "MAP, TPE search",
+    "deelbo-full": "DE ELBo, all in full",
+    "deelbo-halving": "DE ELBo, halving",
+    "deelbo-single": "DE ELBo, no choice",
+    "elbo": "ELBo, kappa = 1",
+}
+PRIORS = {"l2-zero": "L2-zero", "l2-sp": "L2-SP", "ptyl": "PTYL", "posterior": "posterior"}
+# where the test is made
+AT = {"mean": "mean", "mean_recomputed": "mean, recomputed", "average": "average"}
+# what a setting of the task is made of; methods are compared within one
+_TASK = ("dataset", "train_size", "model", "image_size", "horizontal_flip", "steps", "num_test", "seed")
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Lines that differ in nothing but the training set."""
+
+    config: dict[str, Any]
+    lines: tuple[Line, ...]
+
+    @property
+    def task(self) -> tuple:
+        """What methods must share to be compared."""
+        return tuple(self.config[name] for name in _TASK)
+
+    @property
+    def name(self) -> str:
+        """Prior, method and what was set for it."""
+        return f"{PRIORS[self.config['prior']]}, {self.method}"
+
+    @property
+    def method(self) -> str:
+        """The same without the prior."""
+        config = self.config
+        parts = [METHODS[config["method"]]]
+        if len(config.get("init_sigmas", ())) > 0:
+            parts.append("sigma from " + " or ".join(f"{sigma:g}" for sigma in config["init_sigmas"]))
+        if config.get("learning_rates", list(LEARNING_RATES)) != list(LEARNING_RATES):
+            parts.append("learning rate " + " or ".join(f"{rate:g}" for rate in config["learning_rates"]))
+        return ", ".join(parts)
+
+    @property
+    def ids(self) -> str:
+        """The lines it was made of."""
+        return " ".join(f"`{line['id']}`" for line in self.lines)
+
+    @property
+    def sets(self) -> set[int]:
+        """The training sets, by their seeds."""
+        return {line["config"]["subset_seed"] for line in self.lines}
+
+    def on(self, sets: set[int]) -> "Row":
+        """The row on some of its training sets."""
+        return Row(self.config, tuple(line for line in self.lines if line["config"]["subset_seed"] in sets))
+
+    def values(self, metric: str, at: str = "mean") -> list[float]:
+        """A test metric on each training set; none where it was not measured, infinity where it was not finite."""
+        found = [line["test"][at][metric] for line in self.lines if at in line["test"]]
+        return [math.inf if value is None else value for value in found]
+
+    @property
+    def de_elbos(self) -> list[float]:
+        """J/D on each training set; none for MAP."""
+        return [line["de_elbo"]["de_elbo"] / line["num_parameters"] for line in self.lines if "de_elbo" in line]
+
+    def costs(self, name: str) -> list[float]:
+        """`runs` or `seconds` on each training set."""
+        return [line[name] for line in self.lines]
+
+
+def rows_of(lines: Sequence[Line]) -> list[Row]:
+    """Lines in rows, in the order of tables."""
+    groups = defaultdict(list)
+    for line in lines:
+        config = {name: value for name, value in line["config"].items() if name != "subset_seed"}
+        groups[repr(sorted(config.items()))].append((config, line))
+    rows = [
+        Row(pairs[0][0], tuple(sorted((line for _, line in pairs), key=lambda line: line["config"]["subset_seed"])))
+        for pairs in groups.values()
+    ]
+
+    def order(row: Row) -> tuple:
+        methods, priors = list(METHODS), list(PRIORS)
+        place = priors.index(row.config["prior"]), methods.index(row.config["method"])
+        return (*map(str, row.task[:1]), row.task[1], str(row.task), *place, str(row.config))
+
+    return sorted(rows, key=order)
+
+
+def spread(values: Sequence[float], digits: int, scale: float = 1) -> str:
+    """Mean (lowest-highest), or the one value.
+
+    Example:
+        >>> spread([0.5, 0.25, 0.75], digits=1, scale=100)
+        '50.0 (25.0-75.0)'
+        >>> spread([0.5], digits=2), spread([], digits=2)
+        ('0.50', '')
+    """
+    if not values:
+        return ""
+    mean, low, high = (f"{scale * f(values):,.{digits}f}" for f in (statistics.fmean, min, max))
+    return mean if len(values) == 1 else f"{mean} ({low}{' to ' if min(values) < 0 else '-'}{high})"
+
+
+# ---- Tables ---------------------------------------------------------------------------------------------------------
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    Example:
+        >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+        | a | b |
+        |---|---|
+        | 1 | 2 |
+    """
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def quality_table(rows: Sequence[Row]) -> str:
+    """Accuracy and NLL on the test set, mean (lowest-highest) over the training sets."""
+    header = ["method", "sets", *(f"accuracy %, {name}" for name in AT.values()), *(f"NLL, {n}" for n in AT.values())]
+    body = [
+        [
+            row.name,
+            str(len(row.lines)),
+            *(spread(row.values("accuracy", at), 1, 100) for at in AT),
+            *(spread(row.values("nll", at), 2) for at in AT),
+            spread(row.de_elbos, 3),
+            row.ids,
+        ]
+        for row in rows
+    ]
+    return markdown_table([*header, "J/D", "lines"], body)
+
+
+def cost_table(rows: Sequence[Row]) -> str:
+    """Runs and seconds of the whole choice, and how many times fewer than the grid search of the same prior."""
+    body = []
+    for row in rows:
+        comparison = compare(row, rows)
+        fewer = (
+            ["", ""] if comparison is None else [f"{comparison.times_fewer(name):.1f}" for name in ("runs", "seconds")]
+        )
+        of_a_run = [seconds / runs for seconds, runs in zip(row.costs("seconds"), row.costs("runs"), strict=True)]
+        costs = [spread(row.costs("runs"), 1), spread(row.costs("seconds"), 0), spread(of_a_run, 0)]
+        body.append([row.name, *costs, *fewer, row.ids])
+    header = ["method", "runs", "seconds", "seconds of a run", "times fewer runs", "times fewer seconds", "lines"]
+    return markdown_table(header, body)
+
+
+# ---- Against the grid -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method and the grid search of its prior, on the training sets that both have."""
+
+    ours: Row
+    grid: Row
+
+    @property
+    def accuracy(self) -> str:
+        """Whether the mean accuracy lies within the grid's lowest and highest."""
+        mean, grid = statistics.fmean(self.ours.values("accuracy")), self.grid.values("accuracy")
+        if min(grid) <= mean <= max(grid):
+            return "within"
+        return "above" if mean > max(grid) else "**below**"
+
+    def nll(self, at: str, grid_at: str) -> str:
+        """Whether the mean NLL is lower, and both."""
+        ours, grid = (statistics.fmean(row.values("nll", a)) for row, a in ((self.ours, at), (self.grid, grid_at)))
+        return f"{'better' if ours < grid else '**worse**'}: {ours:.2f}, {grid:.2f}"
+
+    def times_fewer(self, cost: str) -> float:
+        """How many times the grid's cost is ours."""
+        return sum(self.grid.costs(cost)) / sum(self.ours.costs(cost))
+
+
+def compare(row: Row, rows: Sequence[Row]) -> Comparison | None:
+    """A row of the DE ELBo or ELBo with the grid search of its task and prior, if there is one on the same sets."""
+    if row.config["method"] in ("map-grid", "map-random", "map-tpe"):
+        return None
+    for grid in rows:
+        same = (grid.task, grid.config["prior"]) == (row.task, row.config["prior"])
+        if same and grid.config["method"] == "map-grid" and (shared := row.sets & grid.sets):
+            return Comparison(row.on(shared), grid.on(shared))
+    return None
+
+
+def comparison_table(rows: Sequence[Row]) -> str:
+    """The answers: accuracy, NLL and cost of each method against the grid search of its prior."""
+    body = []
+    for row in rows:
+        comparison = compare(row, rows)
+        if comparison is None:
+            continue
+        ours, grid = comparison.ours, comparison.grid
+        body.append(
+            [
+                row.config["dataset"],
+                f"{row.config['train_size']:,}",
+                row.name,
+                spread(ours.values("accuracy"), 1, 100),
+                spread(grid.values("accuracy"), 1, 100),
+                comparison.accuracy,
+                comparison.nll("mean", "mean"),
+                comparison.nll("average", "mean_recomputed"),
+                f"{comparison.times_fewer('runs'):.1f}",
+                f"{comparison.times_fewer('seconds'):.1f}",
+                f"{ours.ids} / {grid.ids}",
+            ]
+        )
+    header = [
+        *("data", "N", "method", "accuracy %", "grid's accuracy %", "its mean in the grid's lowest-highest"),
+        *("NLL at the mean: ours, grid's", "NLL: our average, grid's recomputed"),
+        *("times fewer runs", "times fewer seconds", "lines / grid's"),
+    ]
+    return markdown_table(header, body)
+
+
+# ---- Accuracy over compute ------------------------------------------------------------------------------------------
+
+
+def search_curve(
+    trials: Sequence[Line], num_classes: int, num_subsamples: int = 500, seed: int = 0
+) -> list[tuple[float, float]]:
+    """Seconds and test accuracy of a search that is stopped after 1, 2, ... of its trials, in random order.
+
+    The trials are put in `num_subsamples` random orders. Of the first k of each, the one with the lowest validation
+    NLL is taken; the answer is the mean of its test accuracy, and of the seconds of all k. A trial that diverged
+    guesses.
+
+    Example:
+        >>> good = {"validation_nll": 0.5, "seconds": 10.0, "measured": {"accuracy": 0.8}}
+        >>> search_curve([good, good], num_classes=10)
+        [(10.0, 0.8), (20.0, 0.8)]
+    """
+    nll = np.array([math.inf if trial["validation_nll"] is None else trial["validation_nll"] for trial in trials])
+    accuracy = np.array([trial["measured"]["accuracy"] if trial["measured"] else 1 / num_classes for trial in trials])
+    seconds = np.array([trial["seconds"] for trial in trials])
+    generator = np.random.default_rng(seed)
+    orders = generator.permuted(np.tile(np.arange(len(trials)), (num_subsamples, 1)), axis=1)
+    curve = []
+    for k in range(1, len(trials) + 1):
+        first = orders[:, :k]
+        best = first[np.arange(num_subsamples), nll[first].argmin(axis=1)]
+        curve.append((round(float(seconds[first].sum(axis=1).mean()), 9), round(float(accuracy[best].mean()), 9)))
+    return curve
+
+
+def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """The mean over training sets, after each number of trials that all have."""
+    shortest = min(map(len, curves))
+    means = np.mean([curve[:shortest] for curve in curves], axis=0)
+    return [tuple(point) for point in means.tolist()]

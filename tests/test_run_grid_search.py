@@ -1,0 +1,92 @@
+"""The baseline's run script: its arguments, what it leaves behind, and that it goes on."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+
+from hf_deelbo.baselines import grid
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "run_grid_search.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("run_grid_search", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_grid_search"] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def arguments(tmp_path) -> list[str]:
+    """Of a short run on digits with a small network that has batch norm."""
+    torch.manual_seed(0)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    ResNetForImageClassification(config).save_pretrained(tmp_path / "model")
+    return [
+        *("--dataset_name", "digits", "--train_size", "50", "--image_size", "14", "--max_eval_samples", "40"),
+        *("--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "outputs")),
+        *("--max_steps", "4", "--cache_images", "--cache_dir", str(tmp_path / "cache")),
+        *("--use_cpu", "--disable_tqdm", "true", "--report_to", "none"),
+    ]
+
+
+def run(script, monkeypatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_grid_search.py", *arguments])
+    script.main()
+
+
+class TestArguments:
+    def test_without_any_it_is_the_demonstration_with_a_small_grid(self, script):
+        model, data, options, config = script.parse(["--use_cpu"])
+        assert (model.model_name_or_path, data.dataset_name, data.train_size) == ("efficientnet-lite0", "digits", 100)
+        assert len(grid(config.prior, options.learning_rates, options.penalties)) == 4
+
+    def test_the_preset_is_the_papers_grid(self, script):
+        _, data, options, config = script.parse(["--preset", "paper", "--dataset_name", "cifar10", "--use_cpu"])
+        assert (data.image_size, config.max_steps, config.per_device_train_batch_size) == (224, 6000, 128)
+        assert grid(config.prior, options.learning_rates, options.penalties, options.lambdas) == grid("l2-sp")
+        assert grid("ptyl", options.learning_rates, options.penalties, options.lambdas) == grid("ptyl")
+
+    def test_one_learning_rate(self, script):
+        _, _, options, _ = script.parse(["--dataset_name", "cifar10", "--learning_rate", "0.3", "--use_cpu"])
+        assert options.learning_rates == [0.3]
+
+    def test_an_unknown_search(self, script):
+        with pytest.raises(ValueError, match="search: unknown search 'best'"):
+            script.parse(["--search", "best", "--use_cpu"])
+
+
+def test_a_grid(script, monkeypatch, arguments, tmp_path, capsys):
+    run(script, monkeypatch, [*arguments, "--learning_rates", "0.3", "0.01", "--penalties", "0.01"])
+    printed = capsys.readouterr().out
+    folder = tmp_path / "outputs"
+    numbers = json.loads((folder / "metrics.json").read_text())
+    assert (numbers["runs"], [trial["steps"] for trial in numbers["trials"]]) == (3, [4, 4])
+    best = min(numbers["trials"], key=lambda trial: trial["validation_nll"])
+    assert numbers["best"] == best["setting"]
+    assert numbers["test"]["running"]["nll"] != numbers["test"]["recomputed"]["nll"]
+    assert f"accuracy {numbers['test']['running']['accuracy']:.1%}" in printed
+    assert "This took 3.00 runs" in printed
+    assert (folder / "figures" / "reliability.png").exists()
+    assert AutoModelForImageClassification.from_pretrained(folder / "search" / "model").config.num_labels == 10
+    # again: nothing is trained, the numbers are the same
+    monkeypatch.setattr(script.MAPTrainer, "train", lambda *args, **kwargs: pytest.fail("it trained again"))
+    run(script, monkeypatch, [*arguments, "--learning_rates", "0.3", "0.01", "--penalties", "0.01"])
+    assert json.loads((folder / "metrics.json").read_text()) == numbers
+
+
+@pytest.mark.parametrize("search", ["random", "tpe"])
+def test_other_searches(script, monkeypatch, arguments, tmp_path, search):
+    run(script, monkeypatch, [*arguments, "--search", search, "--num_trials", "2", "--prior", "l2-zero"])
+    numbers = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
+    assert (len(numbers["trials"]), numbers["runs"]) == (2, 3)
+    rates = [trial["setting"]["learning_rate"] for trial in numbers["trials"]]
+    assert len(set(rates)) == 2
+    assert all(1e-4 <= rate <= 0.1 for rate in rates)
