@@ -213,6 +213,19 @@ class TestBadFiles:
         (folder / "config.json").write_text(json.dumps(config))
         self.check(folder, "do not fit each other")
 
+    def test_a_weight_that_is_gone(self, folder):
+        """Transformers would draw a new one, with a warning."""
+        weights = load_file(folder / MODEL)
+        weights.pop("classifier.1.bias")
+        save_file(weights, folder / MODEL, {"format": "pt"})
+        hashes = json.loads((folder / CONFIG).read_text())["sha256"]
+        rewrite(folder, sha256=hashes | {MODEL: sha256_of(folder / MODEL)})
+        self.check(folder, "missing_keys classifier.1.bias")
+
+    def test_nan_is_no_json(self, folder):
+        rewrite(folder, colour=float("nan"))
+        self.check(folder, "it is no JSON")
+
     def test_newer_format(self, folder):
         rewrite(folder, format_version=2)
         self.check(folder, "format_version is 2.*pip install --upgrade hf-deelbo")
