@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers
-from .hub import InvalidFilesError, SavedConfig, fetch, push_folder
+from .hub import NotSavedError, SavedConfig, fetch, push_folder
 from .model_card import name_repository
-from .modeling import AUTO_CLASSES, TASK_OF, load_architecture
+from .modeling import AUTO_CLASSES, TASK_OF, auto_class_of, load_architecture
 from .posterior import GaussianPosterior
 from .posterior_files import PosteriorConfig
 from .prior_files import PriorConfig
@@ -41,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def info(arguments: argparse.Namespace) -> Iterator[str]:
     """What a saved posterior or prior is, from its small JSON file alone."""
-    kind = _kind_of(arguments.repo, _hub_options(arguments))
-    config = kind.load(fetch(arguments.repo, kind, only_config=True, **_hub_options(arguments)))
-    rows = _posterior_rows(config) if kind is PosteriorConfig else _prior_rows(config)
+    config = _saved_config(arguments.repo, **_hub_options(arguments))
+    rows = _posterior_rows(config) if isinstance(config, PosteriorConfig) else _prior_rows(config)
     rows["written with"] = ", ".join(f"{name} {number}" for name, number in config.library_versions.items())
     known = {name: value for name, value in rows.items() if value is not None}
     width = max(len(name) for name in known)
@@ -55,13 +55,14 @@ def predict(arguments: argparse.Namespace) -> Iterator[str]:
     """Class probabilities of images (or texts), averaged over weight samples, with their spread."""
     folder = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
     posterior = GaussianPosterior.from_pretrained(folder)
-    prepare = _preparation(folder, TASK_OF[AUTO_CLASSES[PosteriorConfig.load(folder).auto_class]])
+    prepare = _preparation(folder, TASK_OF[auto_class_of(posterior.model)])
     num_samples = _num_samples(posterior, arguments.num_samples)
     inputs = [(item, prepare(item)) for item in arguments.inputs]  # a bad one is told before the first answer
     yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
     for item, prepared in tqdm(inputs, disable=len(inputs) < 2 or not sys.stderr.isatty(), leave=False):
-        probabilities = posterior.predict_proba(prepared, num_samples)[0]
-        spread = posterior.sample_proba(prepared, num_samples)[:, 0].std(0) if num_samples > 1 else None
+        samples = posterior.sample_proba(prepared, num_samples)[:, 0] if num_samples else None
+        probabilities = posterior.predict_proba(prepared)[0] if samples is None else samples.mean(0)
+        spread = samples.std(0) if num_samples > 1 else None
         yield item
         for index in probabilities.topk(min(arguments.top_k, len(probabilities))).indices.tolist():
             share = f"{probabilities[index]:>11.4f}"
@@ -73,13 +74,13 @@ def predict(arguments: argparse.Namespace) -> Iterator[str]:
 
 def push(arguments: argparse.Namespace) -> Iterator[str]:
     """Publish a folder that holds a whole posterior or prior; nothing is sent if it does not."""
-    kind = _kind_of(_existing_folder(arguments.folder))
-    (GaussianPosterior if kind is PosteriorConfig else LowRankPrior).from_pretrained(arguments.folder)
+    config = _saved_config(_existing_folder(arguments.folder))
+    (GaussianPosterior if isinstance(config, PosteriorConfig) else LowRankPrior).from_pretrained(arguments.folder)
     name_repository(arguments.folder, arguments.repo)
     commit = push_folder(
         arguments.folder,
         arguments.repo,
-        commit_message=arguments.commit_message or f"Upload {kind.WHAT}",
+        commit_message=arguments.commit_message or f"Upload {config.WHAT}",
         private=arguments.private or None,
         token=arguments.token,
         revision=arguments.revision,
@@ -140,19 +141,14 @@ def _prior_rows(config: PriorConfig) -> dict[str, Any]:
     }
 
 
-def _kind_of(name_or_path: str, options: dict[str, Any] | None = None) -> type[SavedConfig]:
-    """Which of the two is there; the error of a posterior if neither."""
+def _saved_config(name_or_path: str, **options: Any) -> SavedConfig:
+    """What describes the posterior or the prior that is there; the error of a posterior if it is neither."""
     try:
-        fetched = fetch(name_or_path, PosteriorConfig, only_config=True, **(options or {}))
-        if (fetched / PosteriorConfig.CONFIG_FILE).exists():
-            return PosteriorConfig
-        return PriorConfig if (fetched / PriorConfig.CONFIG_FILE).exists() else PosteriorConfig
-    except InvalidFilesError:
-        try:
-            fetch(name_or_path, PriorConfig, only_config=True, **(options or {}))
-        except InvalidFilesError:
-            return PosteriorConfig
-        return PriorConfig
+        return PosteriorConfig.load(fetch(name_or_path, PosteriorConfig, only_config=True, **options))
+    except NotSavedError:
+        with suppress(NotSavedError):
+            return PriorConfig.load(fetch(name_or_path, PriorConfig, only_config=True, **options))
+        raise
 
 
 def _preparation(folder: os.PathLike, task: str) -> Any:

@@ -53,6 +53,10 @@ class InvalidFilesError(ValueError):
     """Saved files that are missing, damaged, changed, or not what they are taken for."""
 
 
+class NotSavedError(InvalidFilesError):
+    """There are no such files at all: what was named is something else."""
+
+
 @strict
 @dataclass
 class SavedConfig:
@@ -81,7 +85,7 @@ class SavedConfig:
         """Read it from `folder`; `InvalidFilesError` says what is wrong with it, unknown keys are warned of."""
         path = Path(folder) / cls.CONFIG_FILE
         if not path.is_file():
-            raise InvalidFilesError(_missing(cls, folder))
+            raise NotSavedError(_missing(cls, folder))
         try:
             content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
@@ -209,11 +213,11 @@ def fetch(
             "`local_files_only` and HF_HUB_OFFLINE, or give a local folder."
         ) from error
     except EntryNotFoundError as error:
-        raise InvalidFilesError(_missing(kind, name)) from error
+        raise NotSavedError(_missing(kind, name)) from error
     except RevisionNotFoundError as error:
         raise OSError(f"{name!r} has no revision {revision!r}; give a branch, a tag or a commit of it.") from error
     except (HTTPError, OSError) as error:
-        if isinstance(error, RepositoryNotFoundError) or _is_refusal(error):
+        if _is_refusal(error):
             raise OSError(
                 f"{name!r} is not on the Hub, or is private. Check the name; for a private one log in "
                 "(`hf auth login`), or pass `token`."
@@ -266,7 +270,7 @@ def push_folder(
     except HFValidationError as error:
         raise ValueError(f"repo_id: {repo_id!r} is no name for a repository ({_first_line(error)}).") from error
     except (HTTPError, OSError, RuntimeError) as error:
-        if isinstance(error, RepositoryNotFoundError) or _is_refusal(error):
+        if _is_refusal(error):
             raise PermissionError(
                 f"{repo_id!r} could not be pushed to ({_first_line(error)}). Log in with a token that may write there "
                 "(`hf auth login`), or pass `token`."
@@ -371,7 +375,9 @@ def _missing(kind: type[SavedConfig], where: str | os.PathLike) -> str:
 
 
 def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+    """No such repository, or none that this token may see or write; the Hub does not always tell which."""
+    refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+    return refused or isinstance(error, RepositoryNotFoundError)
 
 
 def _refuse_constant(name: str) -> None:

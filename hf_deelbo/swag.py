@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from .blocks import Tensors
+from .files import whole_file
 from .priors import LowRankPrior
 
 
@@ -114,9 +115,8 @@ class SWAGMoments:
 
     def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
         """Write `state_dict` and `metadata` to a safetensors file, which is there as a whole or not at all."""
-        unfinished = f"{path}.unfinished"
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, unfinished, metadata)
-        os.replace(unfinished, path)
+        with whole_file(path) as new:
+            save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, new, metadata)
 
     def load(self, path: str | os.PathLike, device: str | torch.device = "cpu") -> dict[str, str]:
         """Read what `save` wrote, and return its metadata."""
