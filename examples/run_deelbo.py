@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hf_deelbo import DEELBo, DEELBoConfig, DEELBoTrainer
 from hf_deelbo.files import write_json
 from hf_deelbo.hub import public_name, push_folder
-from hf_deelbo.metrics import probabilities_of
+from hf_deelbo.metrics import named_metrics, probabilities_of
 from hf_deelbo.model_card import save_card
 from hf_deelbo.modeling import EMBEDDED_MODEL
 from hf_deelbo.plots import FixedPosterior, plot_elbo_comparison, plot_reliability, plot_training_curves, save_figure
@@ -156,7 +156,7 @@ class Result:
             if name == "mean" or samples:
                 trainer.args.num_eval_samples = samples
                 output = trainer.predict(trainer.eval_dataset)
-                metrics[name] = {key: output.metrics[f"test_{key}"] for key in ("accuracy", "nll", "ece", "brier")}
+                metrics[name] = named_metrics(output.metrics, "test")
                 probabilities[name] = probabilities_of(output.predictions)
         trainer.args.num_eval_samples = 0
         de_elbo = trainer.posterior.de_elbo or trainer.de_elbo()

@@ -26,7 +26,7 @@ from hf_deelbo.baselines import (
     tpe_search,
 )
 from hf_deelbo.files import write_json
-from hf_deelbo.metrics import probabilities_of
+from hf_deelbo.metrics import named_metrics, probabilities_of
 from hf_deelbo.modeling import EMBEDDED_MODEL
 from hf_deelbo.plots import plot_reliability, save_figure
 from hf_deelbo.runs import DataArguments, ModelArguments, Task, claim_output_dir, parse_arguments
@@ -134,7 +134,7 @@ def test(trainer: MAPTrainer, recompute_batch_norm: bool) -> dict[str, Any]:
     """The test, with running or recomputed batch-norm statistics."""
     trainer.args.recompute_batch_norm = recompute_batch_norm
     output = trainer.predict(trainer.eval_dataset)
-    metrics = {key: output.metrics[f"test_{key}"] for key in ("accuracy", "nll", "ece", "brier")}
+    metrics = named_metrics(output.metrics, "test")
     return {"metrics": metrics, "probabilities": probabilities_of(output.predictions), "labels": output.label_ids}
 
 

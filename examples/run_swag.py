@@ -22,6 +22,7 @@ from hf_deelbo import LowRankPrior, SWAGCallback
 from hf_deelbo.baselines import MAPConfig, MAPTrainer
 from hf_deelbo.files import write_json
 from hf_deelbo.hub import library_versions, public_name, push_folder
+from hf_deelbo.metrics import named_metrics
 from hf_deelbo.model_card import PriorCardData, save_card
 from hf_deelbo.modeling import EMBEDDED_MODEL
 from hf_deelbo.runs import DataArguments, ModelArguments, Task, claim_output_dir, parse_arguments
@@ -83,8 +84,7 @@ def main() -> None:
         print(f"\nStopped. What was learned so far is in {folder}; the same command goes on from there.")
         sys.exit(130)
     swag.load_mean(trainer)
-    output = trainer.evaluate()
-    metrics = {name: output[f"eval_{name}"] for name in ("accuracy", "nll", "ece", "brier")}
+    metrics = named_metrics(trainer.evaluate(), "eval")
     if trainer.is_world_process_zero():
         prior, args = swag.prior(), trainer.args
         place = folder / "prior"

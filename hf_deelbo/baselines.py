@@ -28,6 +28,7 @@ from transformers.utils import logging
 from .batch_norm import batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, on_all_cores
 from .config import PRIORS, FineTuningConfig, positive_number
+from .files import as_json
 from .fine_tuning import FineTuningTrainer
 from .metrics import class_averaged_accuracy, probabilities_of
 from .modeling import gradients_of, head_parameter_names
@@ -420,8 +421,7 @@ class ValidationTrial:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: what is not finite, as of a trial that diverged, is null."""
-        content = asdict(self) | {"setting": self.setting.arguments}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+        return as_json(asdict(self) | {"setting": self.setting.arguments})
 
 
 @dataclass(frozen=True)
@@ -451,11 +451,7 @@ class SearchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, with the cost: NLL and accuracy of a trial that diverged are null."""
-        content = asdict(self) | {"runs": self.runs, "seconds": self.seconds}
-        for trial in content["trials"]:
-            for name in ("validation_nll", "validation_accuracy"):
-                trial[name] = trial[name] if math.isfinite(trial[name]) else None
-        return content
+        return as_json(asdict(self) | {"runs": self.runs, "seconds": self.seconds})
 
 
 # a trainer for a setting, that writes into the folder and trains and evaluates on the split

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,22 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def write_json(path: str | os.PathLike, content: Any) -> None:
-    """`write_whole` of JSON; numbers that JSON does not have (nan, infinity) are refused."""
+    """`write_whole` of JSON; numbers that JSON does not have (nan, infinity) are refused: see `as_json`."""
     write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def as_json(value: Any) -> Any:
+    """Mappings, sequences and numbers as JSON has them: what is not finite becomes null.
+
+    Example:
+        >>> as_json({"trials": (1.5, float("-inf"))})
+        {'trials': [1.5, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: as_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

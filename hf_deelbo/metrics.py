@@ -3,6 +3,7 @@
 Each is a formula on numbers and an `evaluate.Metric` that needs no Hub. `compute_metrics` gives a `Trainer` all four.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -13,6 +14,8 @@ from transformers import EvalPrediction
 
 # how far the probabilities of an example may sum from 1: half precision is no mistake, logits are
 SUM_TOLERANCE = 1e-3
+# as `compute_metrics` calls them
+METRICS = ("accuracy", "nll", "ece", "brier")
 
 
 # ---- Formulas -------------------------------------------------------------------------------------------------------
@@ -103,6 +106,17 @@ def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
     differences = probabilities.copy()
     differences[np.arange(len(labels)), labels] -= 1
     return float(np.mean(np.sum(differences**2, axis=1)))
+
+
+def named_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The four out of what `Trainer.evaluate` or `predict` returns, without the prefix.
+
+    Example:
+        >>> output = {"test_accuracy": 0.5, "test_nll": 1.0, "test_ece": 0.0, "test_brier": 0.5, "epoch": 3}
+        >>> named_metrics(output, "test")
+        {'accuracy': 0.5, 'nll': 1.0, 'ece': 0.0, 'brier': 0.5}
+    """
+    return {name: metrics[f"{prefix}_{name}"] for name in METRICS}
 
 
 def classification_metrics(probabilities: ArrayLike, labels: ArrayLike) -> dict[str, float]:

@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 from numpy.typing import ArrayLike
 
 from .blocks import Tensors
-from .files import write_whole
+from .files import as_json, write_whole
 from .objective import DEELBo, default_kappa, gaussian_kl, optimal_variance
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior
@@ -472,16 +472,15 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> list[Path]:
 
 def _numbers_of(axes: Axes) -> dict[str, Any]:
     lines = [
-        {"label": line.get_label(), "x": _plain(line.get_xdata()), "y": _plain(line.get_ydata())}
+        {
+            "label": line.get_label(),
+            "x": as_json(np.asarray(line.get_xdata()).tolist()),
+            "y": as_json(np.asarray(line.get_ydata()).tolist()),
+        }
         for line in axes.lines
     ]
     labels = {"title": axes.get_title(), "xlabel": axes.get_xlabel(), "ylabel": axes.get_ylabel()}
     return labels | {"xscale": axes.get_xscale(), "yscale": axes.get_yscale(), "lines": lines}
-
-
-def _plain(values: ArrayLike) -> list[float | None]:
-    """As JSON has neither nan nor infinity, they become null."""
-    return [value if math.isfinite(value) else None for value in np.asarray(values).tolist()]
 
 
 # ---- Looks ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import nn
 
 from .batch_norm import Statistics, batch_norm_layers
 from .blocks import Tensors
+from .files import as_json
 from .hub import InvalidFilesError, SavedConfig, hashes_of, load_tensors, public_name, save_tensors
 from .modeling import auto_class_of, load_mean
 from .objective import DEELBo
@@ -105,7 +106,7 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
         tau=float(posterior.tau),
         sigma=float(posterior.sigma),
         sample_seeds=sorted(posterior.sample_statistics),
-        de_elbo=posterior.de_elbo and _without_nan(posterior.de_elbo.to_dict()),
+        de_elbo=posterior.de_elbo and as_json(posterior.de_elbo.to_dict()),
         base_model=base_model,
         base_model_revision=base_model and getattr(model.config, "_commit_hash", None),
     ).save(folder)
@@ -202,7 +203,7 @@ def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) ->
         ("kappa", config.kappa, posterior.kappa),
         ("num_examples", config.num_examples, posterior.num_examples),
     ]
-    measured = {} if posterior.de_elbo is None else _without_nan(posterior.de_elbo.to_dict())
+    measured = {} if posterior.de_elbo is None else as_json(posterior.de_elbo.to_dict())
     stated = config.de_elbo or {}
     pairs += [(f"de_elbo's {name}", stated.get(name), measured.get(name)) for name in stated.keys() | measured.keys()]
     for name, stated_value, value in pairs:
@@ -227,8 +228,3 @@ def _by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str
         else:
             parts[""][name] = tensor
     return parts
-
-
-def _without_nan(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has no nan."""
-    return {name: None if math.isnan(value) else value for name, value in numbers.items()}

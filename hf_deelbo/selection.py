@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from .files import as_json
 from .results_file import ResultsFile
 from .trainer import DEELBoTrainer
 
@@ -71,10 +72,7 @@ class Selection:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: J of a trial that diverged is null."""
-        content = asdict(self)
-        for trial in content["trials"]:
-            trial["de_elbo"] = trial["de_elbo"] if math.isfinite(trial["de_elbo"]) else None
-        return content
+        return as_json(asdict(self))
 
 
 # a trainer of the whole run for a candidate, that writes into the folder

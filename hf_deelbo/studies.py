@@ -7,7 +7,6 @@ A line is a JSON object: `id` (the hash of `config`), `config`, `commit`, `machi
 import hashlib
 import itertools
 import json
-import math
 import os
 import platform
 import subprocess
@@ -36,8 +35,9 @@ from .baselines import (
 from .batch_norm import compute_statistics, with_statistics
 from .config import DEELBoConfig
 from .data import EMBEDDED_DATASET
-from .files import write_whole
+from .files import as_json, write_whole
 from .fine_tuning import FineTuningTrainer
+from .metrics import named_metrics
 from .modeling import EMBEDDED_MODEL
 from .plots import FixedPosterior
 from .runs import DataArguments, ModelArguments, Task
@@ -46,7 +46,6 @@ from .trainer import DEELBoTrainer
 
 DEELBO_METHODS = ("deelbo-full", "deelbo-halving", "deelbo-single", "elbo")
 MAP_METHODS = ("map-grid", "map-random", "map-tpe")
-METRICS = ("accuracy", "nll", "ece", "brier")
 # fields of a run whose value is a list; every other field with a list stands for several runs
 _LISTS = ("learning_rates", "init_sigmas", "penalties")
 _OF_DEELBO = ("init_sigmas", "kappa", "num_samples")
@@ -201,7 +200,7 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
     numbers = _carry_out_map(run, task, places) if run.is_map else _carry_out_deelbo(run, task, places)
     about = {"id": run.id, "config": run.config, "commit": _commit(), "machine": machine()}
     sizes = {"num_classes": len(task.class_names), "num_test_examples": len(task.test)}
-    return _as_json(about | sizes | numbers)
+    return as_json(about | sizes | numbers)
 
 
 def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
@@ -306,7 +305,7 @@ def _test(trainer: FineTuningTrainer, task: Task) -> dict[str, float]:
     compute_metrics, trainer.compute_metrics = trainer.compute_metrics, task.trainer_arguments["compute_metrics"]
     metrics = trainer.predict(task.test).metrics
     trainer.compute_metrics = compute_metrics
-    return {name: metrics[f"test_{name}"] for name in METRICS}
+    return named_metrics(metrics, "test")
 
 
 def _test_recomputed(trainer: FineTuningTrainer, task: Task) -> dict[str, float]:
@@ -320,15 +319,6 @@ def _test_recomputed(trainer: FineTuningTrainer, task: Task) -> dict[str, float]
 def _training_nll(trainer: FineTuningTrainer) -> list[list[float]]:
     """Steps and the NLL of the batches up to there, to see whether it had come to rest."""
     return [[line["step"], line["nll"]] for line in trainer.state.log_history if "nll" in line]
-
-
-def _as_json(value: Any) -> Any:
-    """JSON has no numbers that are not finite; they become null."""
-    if isinstance(value, Mapping):
-        return {key: _as_json(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- Where and how long ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from .config import DEELBoConfig
 from .files import finish_interrupted, replaced_together
 from .fine_tuning import FineTuningTrainer
 from .hub import push_folder
+from .metrics import METRICS
 from .model_card import PosteriorCardData, save_card
 from .modeling import auto_class_of, head_parameter_names, in_eval_mode
 from .objective import DEELBo, training_loss
@@ -435,11 +436,9 @@ class DEELBoTrainer(FineTuningTrainer):
 class _Evaluation:
     """Metrics of an evaluation, without the prefix of its dataset."""
 
-    NAMES = ("accuracy", "nll", "ece", "brier")
-
     def __init__(self, output: EvalLoopOutput, num_samples: int):
         found = {name.partition("_")[2]: value for name, value in output.metrics.items()}
         if "loss" in found:  # it is the NLL
             found.setdefault("nll", found["loss"])
-        self.metrics = {name: float(found[name]) for name in self.NAMES if name in found}
+        self.metrics = {name: float(found[name]) for name in METRICS if name in found}
         self.num_samples, self.num_examples = num_samples, output.num_samples
