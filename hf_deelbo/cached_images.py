@@ -3,9 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -25,7 +24,7 @@ class CachedImages(Dataset):
 
     A batch is made in a few operations on all of its images, without a loop over them. To augment, each image gets a
     crop and (half of them) a mirror of its own, drawn from torch's global generator as torchvision does. Give a
-    `DataLoader` or `Trainer` `whole_batch` as its collator.
+    `DataLoader` or `Trainer` `data.collate_images` as its collator.
 
     Args:
         pixels: bytes of shape (n, 3, R, R), as `resized_images` gives them.
@@ -91,11 +90,6 @@ class CachedImages(Dataset):
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         normalised = images.float().div_(255).sub_(self._mean).div_(self._std)
         return {"pixel_values": normalised, "labels": torch.from_numpy(self._labels[rows])}
-
-
-def whole_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The collator for `CachedImages`, which make whole batches."""
-    return batch
 
 
 def resized_images(

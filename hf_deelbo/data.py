@@ -6,7 +6,7 @@ Rows are decoded and transformed when they are read, in the data loader's worker
 import io
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torchvision.transforms import v2
 from tqdm.auto import tqdm
-from transformers import BaseImageProcessor, ViTImageProcessor
+from transformers import BaseImageProcessor, ViTImageProcessor, default_data_collator
 
 EMBEDDED_DATASET = "digits"
 # short names of datasets on the Hub
@@ -443,6 +443,21 @@ def as_images(
         return {"pixel_values": images, **({"labels": rows["labels"]} if "labels" in rows else {})}
 
     return dataset.with_transform(read)
+
+
+def collate_images(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
+    """The collator for rows of `as_images`, or for the whole batches that `CachedImages` makes.
+
+    The pixels have their channels last in memory, which changes no number: convolutional networks keep that order
+    from layer to layer, and are about twice as fast with it on a CPU.
+
+    Example:
+        >>> batch = collate_images([{"pixel_values": torch.zeros(3, 8, 8), "labels": 1}] * 2)
+        >>> batch["pixel_values"].shape, batch["pixel_values"].stride(), batch["labels"]
+        (torch.Size([2, 3, 8, 8]), (192, 1, 24, 3), tensor([1, 1]))
+    """
+    batch = rows if isinstance(rows, Mapping) else default_data_collator(list(rows))
+    return {**batch, "pixel_values": batch["pixel_values"].contiguous(memory_format=torch.channels_last)}
 
 
 # ---- Text ----------------------------------------------------------------------------------------------------------

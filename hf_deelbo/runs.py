@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from .baselines import MAPConfig, MAPTrainer, Setting, Split
-from .cached_images import CachedImages, resized_images, whole_batch
+from .cached_images import CachedImages, resized_images
 from .data import (
     EMBEDDED_DATASET,
     ChannelStatistics,
@@ -28,6 +28,7 @@ from .data import (
     as_tokens,
     channel_statistics,
     check_images,
+    collate_images,
     column_of,
     image_processor,
     image_transform,
@@ -238,10 +239,8 @@ class Task:
         """The class of each training row."""
         return column_of(self.rows.train, self.rows.label)
 
-    def _collator(self) -> Callable | None:
-        if self.rows.kind == "text":
-            return DataCollatorWithPadding(self.processing_class)
-        return whole_batch if self.arguments.cache_images else None
+    def _collator(self) -> Callable:
+        return collate_images if self.rows.kind == "image" else DataCollatorWithPadding(self.processing_class)
 
     def configure(self, config: TrainingArguments) -> None:
         """Set what the rows need: their columns are read by a transform, which `Trainer` does not know of."""

@@ -2,7 +2,7 @@
 
 Two ways: `"full"` trains every candidate to the end, as the paper does, and takes the highest J. `"halving"` trains
 all for a small part of the steps, drops the half with the lower J, trains the rest on, and so forth (successive
-halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.6 runs instead of 4.
+halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.5 runs instead of 4.
 """
 
 import math
@@ -26,7 +26,9 @@ logger = logging.get_logger(__name__)
 
 METHODS = ("full", "halving")
 RESULTS_FILE = "selection.json"
-HALVING_BUDGET = 1.6
+HALVING_BUDGET = 1.5
+# weight samples of a J that only drops candidates; the same noise for all, and their J are far apart
+HALVING_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def select(
         candidates: at least one.
         folder: where to work; one folder for one selection.
         method: `"full"` or `"halving"`.
-        num_samples: weight samples of each J; default is the trainer's `args.num_elbo_samples`.
+        num_samples: weight samples of J in full length; default is the trainer's `args.num_elbo_samples`. On the way
+            there, halving takes at most three.
 
     Example:
         ```python
@@ -116,7 +119,7 @@ def select(
     survivors = list(candidates)
     parts = halving_schedule(len(candidates)) if method == "halving" else []
     for part in parts:
-        trials = [session.run(candidate, part) for candidate in survivors]
+        trials = [session.run(candidate, part, HALVING_SAMPLES) for candidate in survivors]
         survivors = [trial.candidate for trial in _best_first(trials)][: math.ceil(len(survivors) / 2)]
     trials = [session.run(candidate, 1.0) for candidate in survivors]
     best = _best_first(trials)[0]
@@ -134,7 +137,7 @@ def halving_schedule(num_candidates: int, budget: float = HALVING_BUDGET) -> lis
 
     Example:
         >>> halving_schedule(4)
-        [0.15, 0.3]
+        [0.125, 0.25]
         >>> halving_schedule(1)
         []
     """
@@ -200,7 +203,7 @@ class _Session:
         ]
         self._trainers: dict[Candidate, DEELBoTrainer] = {}
 
-    def run(self, candidate: Candidate, part: float) -> Trial:
+    def run(self, candidate: Candidate, part: float, max_samples: int | None = None) -> Trial:
         """Train a candidate up to a part of its steps and measure J; what was done before is not done again."""
         trainer = None
         if self.max_steps is None:
@@ -213,7 +216,7 @@ class _Session:
         if trainer is None:
             trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
         start = time.perf_counter()
-        value = self._train(trainer, steps)
+        value = self._train(trainer, steps, max_samples)
         trial = Trial(candidate, steps, value, time.perf_counter() - start)
         logger.info(f"{candidate.name}: J = {value:.6g} after {steps} of {self.max_steps} steps")
         self._trainers[candidate] = trainer
@@ -242,7 +245,8 @@ class _Session:
             if trial.candidate != keep:
                 shutil.rmtree(self.folder / trial.candidate.name, ignore_errors=True)
 
-    def _train(self, trainer: DEELBoTrainer, steps: int) -> float:
+    def _train(self, trainer: DEELBoTrainer, steps: int, max_samples: int | None) -> float:
+        num_samples = self.num_samples or trainer.args.num_elbo_samples
         trainer.add_callback(_StopAt(steps))
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if os.path.isdir(trainer.args.output_dir) else None
         try:
@@ -250,7 +254,7 @@ class _Session:
                 trainer.load_checkpoint(checkpoint)
             else:
                 trainer.train(resume_from_checkpoint=checkpoint)
-            value = trainer.de_elbo(num_samples=self.num_samples).value
+            value = trainer.de_elbo(num_samples=min(num_samples, max_samples or num_samples)).value
         except FloatingPointError as error:
             logger.warning(f"A candidate diverged: {error}")
             return -math.inf

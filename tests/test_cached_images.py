@@ -9,8 +9,15 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
-from hf_deelbo.cached_images import CachedImages, resized_images, whole_batch
-from hf_deelbo.data import ChannelStatistics, column_of_labels, decode_image, image_transform, load_data
+from hf_deelbo.cached_images import CachedImages, resized_images
+from hf_deelbo.data import (
+    ChannelStatistics,
+    collate_images,
+    column_of_labels,
+    decode_image,
+    image_transform,
+    load_data,
+)
 from hf_deelbo.runs import DataArguments, ModelArguments, Task
 
 STATISTICS = ChannelStatistics((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
@@ -82,7 +89,7 @@ def test_torch_seeds_the_augmentation(pixels, rows):
 def test_a_loader_takes_whole_batches_of_selected_images(pixels, rows):
     images = CachedImages(pixels, rows["label"], 28, STATISTICS).select([8, 0, 4, 2]).select([1, 2, 3])
     assert images.labels == column_of_labels(images) == [0, 1, 2]
-    loader = DataLoader(Subset(images, [2, 0]), batch_size=2, collate_fn=whole_batch)
+    loader = DataLoader(Subset(images, [2, 0]), batch_size=2, collate_fn=collate_images)
     (batch,) = loader
     assert batch["labels"].tolist() == [2, 0]
     all_images = CachedImages(pixels, rows["label"], 28, STATISTICS)
@@ -130,5 +137,5 @@ def test_a_task_reads_the_same_rows_with_and_without_files(tmp_path):
         torch.testing.assert_close(batch["pixel_values"], torch.stack(rows["pixel_values"]), rtol=0, atol=1e-6)
         assert batch["labels"].tolist() == rows["labels"]
     assert len(cached.train) == 50
-    assert cached.trainer_arguments["data_collator"] is whole_batch
+    assert cached.trainer_arguments["data_collator"] is collate_images
     assert sorted(cached.train.labels) == sorted(load_data("digits", train_size=50).train["label"])

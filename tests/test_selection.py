@@ -52,7 +52,7 @@ def test_halving_costs_its_budget(number):
     for part in [*parts, 1.0]:
         cost += left * (part - done)
         left, done = math.ceil(left / 2), part
-    assert cost == pytest.approx(1.6)
+    assert cost == pytest.approx(1.5)
     assert parts == sorted(parts)
     assert parts[-1] < 1
 
@@ -74,10 +74,10 @@ class TestFull:
 class TestHalving:
     def test_it_drops_the_lower_half_and_ends_as_an_uninterrupted_run(self, task):
         trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
-        assert [trial.steps for trial in selection.trials] == [3] * 4 + [6] * 2 + [20]
-        assert task.steps == 4 * 3 + 2 * 3 + 14
+        assert [trial.steps for trial in selection.trials] == [2] * 4 + [5] * 2 + [20]
+        assert task.steps == 4 * 2 + 2 * 3 + 15
         assert selection.runs == pytest.approx(task.steps / 20)
-        assert selection.runs <= 1.6
+        assert selection.runs <= 1.5
         first = {trial.candidate: trial.de_elbo for trial in selection.trials[:4]}
         kept = {trial.candidate for trial in selection.trials[4:6]}
         assert min(first[candidate] for candidate in kept) > max(first[c] for c in CANDIDATES if c not in kept)
@@ -87,6 +87,18 @@ class TestHalving:
         for name, tensor in whole.model.state_dict().items():
             assert torch.equal(trainer.model.state_dict()[name], tensor), name
         assert len(trainer.state.log_history) >= 20
+
+    def test_j_on_the_way_is_of_fewer_samples(self, task):
+        counts = []
+
+        def make_trainer(candidate, output_dir):
+            trainer = task.make_trainer(candidate, output_dir)
+            de_elbo = trainer.de_elbo
+            trainer.de_elbo = lambda num_samples: counts.append(num_samples) or de_elbo(num_samples=num_samples)
+            return trainer
+
+        select(make_trainer, CANDIDATES, task.folder, num_samples=4)
+        assert counts == [3] * 6 + [4]
 
     def test_only_the_best_keeps_its_checkpoints(self, task):
         _, selection = select(task.make_trainer, CANDIDATES, task.folder)
