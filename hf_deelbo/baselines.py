@@ -170,6 +170,11 @@ class MAPTrainer(FineTuningTrainer):
         self._priors = None
         return super().call_model_init(trial)
 
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        if self._is_sharded():
+            raise ValueError("model: it is sharded, which the baseline does not support. Load it whole, and run DDP.")
+
     def training_step(
         self,
         model: nn.Module,

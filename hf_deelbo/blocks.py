@@ -3,22 +3,24 @@
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from .sharding import Tensors, first_row, local
+
 # 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a cache.
 BLOCK_SIZE = 2**18
 
-Tensors = Mapping[str, torch.Tensor]
 Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """Some rows of one named tensor."""
+    """Some rows of one named tensor; if it is sharded, of those that this process holds."""
 
     name: str
     rows: slice
@@ -37,7 +39,7 @@ class Block(NamedTuple):
 
     def of(self, tensors: Tensors) -> list[torch.Tensor]:
         """Views of the pieces in `tensors`, whatever their memory layout."""
-        return [rows_of(tensors[name], rows) for name, rows in self.pieces]
+        return [rows_of(local(tensors[name]), rows) for name, rows in self.pieces]
 
 
 def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -58,7 +60,8 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
     """Cut large tensors along their first dimension and gather small ones, into blocks of about `size` numbers.
 
-    The default size is for the CPU's caches; on a GPU, which is best given all at once, everything is one block.
+    The default size is for the CPU's caches; on a GPU, which is best given all at once, everything is one block. A
+    sharded tensor is cut where the whole one would be.
 
     Example:
         >>> for block in blocks_of({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, size=4):
@@ -71,17 +74,21 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
         size = BLOCK_SIZE if on_cpu else sys.maxsize
     blocks, pieces, filled = [], [], 0
     for name, tensor in tensors.items():
-        num_rows = tensor.shape[0] if tensor.dim() else 1
-        row_size = tensor.numel() // max(1, num_rows)
-        step = max(1, size // max(1, row_size))
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
+        num_rows = len(local(tensor)) if tensor.dim() else 1
+        row_size, step = tensor.shape[1:].numel(), rows_of_a_piece(tensor, size)
+        cuts = [0, *range(step - first_row(tensor) % step, num_rows, step), num_rows] if num_rows else []
+        for start, stop in pairwise(cuts):
             pieces.append(Piece(name, slice(start, stop)))
             filled += (stop - start) * row_size
             if filled + row_size > size:
                 blocks.append(Block(tuple(pieces)))
                 pieces, filled = [], 0
     return [*blocks, Block(tuple(pieces))] if pieces else blocks
+
+
+def rows_of_a_piece(tensor: torch.Tensor, size: int = BLOCK_SIZE) -> int:
+    """How many rows of a tensor make about `size` numbers, at least one."""
+    return max(1, size // max(1, tensor.shape[1:].numel()))
 
 
 def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale: torch.Tensor) -> None:

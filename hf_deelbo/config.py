@@ -8,6 +8,11 @@ from transformers import TrainingArguments
 
 PRIORS = ("l2-zero", "l2-sp", "ptyl", "posterior")
 SAVED_PRIORS = ("ptyl", "posterior")
+# what to do instead of letting accelerate or DeepSpeed shard the model when training starts
+SHARD_AT_LOADING = (
+    "Run several processes with DDP or, where the weights do not fit on one device, let transformers shard the model "
+    "when it loads it (FSDP2): `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...))`."
+)
 _SGD_ARGS = "momentum=0.9,nesterov=True"
 # they step inside the backward pass, before the gradients are those of the whole objective
 _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
@@ -90,7 +95,7 @@ class FineTuningConfig(TrainingArguments):
         self._check_counts(num_train_examples=1, num_batch_norm_examples=2)
         for name in ("deepspeed", "fsdp"):
             if getattr(self, name):
-                raise ValueError(f"{name}: sharded parameters are not supported yet; run several processes with DDP.")
+                raise ValueError(f"{name}: is not supported. {SHARD_AT_LOADING}")
 
     def _check_counts(self, **least: int) -> None:
         """Each of these arguments must be a whole number of at least so much, if it is given."""

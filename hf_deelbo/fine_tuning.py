@@ -24,11 +24,12 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
-from .config import SAVED_PRIORS, FineTuningConfig
+from .config import SAVED_PRIORS, SHARD_AT_LOADING, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
 from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
+from .sharding import mesh_of
 
 logger = logging.get_logger(__name__)
 
@@ -281,15 +282,15 @@ class FineTuningTrainer(Trainer):
     def _without_unused_columns(self, dataset: Any) -> Any:
         return self._remove_unused_columns(dataset) if isinstance(dataset, datasets.Dataset) else dataset
 
-    def _batches(self, dataset: Any, without: Sequence[str] = ()) -> "_Mapped":
-        """Batches in order, on the device, not sharded; `without` are keys left out."""
+    def _batches(self, dataset: Any, without: Sequence[str] = (), num_batches: int | None = None) -> "_Mapped":
+        """Batches in order, on the device, not shared out; `without` are keys left out."""
         collator = self.data_collator
         if not isinstance(dataset, datasets.Dataset):
             collator = self._get_collator_with_removed_columns(collator)
         dataset = self._without_unused_columns(dataset)
         loader = DataLoader(
             dataset,
-            **self._batching(dataset),
+            **self._batching(dataset, num_batches),
             collate_fn=collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
@@ -300,21 +301,26 @@ class FineTuningTrainer(Trainer):
 
         return _Mapped(prepare, loader)
 
-    def _batching(self, dataset: Any) -> dict[str, Any]:
+    def _batching(self, dataset: Any, num_batches: int | None) -> dict[str, Any]:
         """Batches as equal as they can be: batch norm has no statistics of a single example left over."""
         if not has_length(dataset):
             return {"batch_size": self.args.eval_batch_size}
-        num_batches = math.ceil(len(dataset) / self.args.eval_batch_size)
+        num_batches = num_batches or math.ceil(len(dataset) / self.args.eval_batch_size)
         return {"batch_sampler": [part.tolist() for part in torch.arange(len(dataset)).tensor_split(num_batches)]}
 
     def _progress(self, items: Iterable, description: str) -> Iterable:
         disable = self.args.disable_tqdm or not self.is_local_process_zero()
         return tqdm(items, desc=description, disable=disable, leave=False)
 
+    def _is_sharded(self) -> bool:
+        return self.model is not None and mesh_of(dict(self.model.named_parameters())) is not None
+
     def _refuse_unsupported(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # by accelerate's configuration
             wanted = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
-            raise ValueError(f"{wanted}: sharded parameters are not supported yet; run several processes with DDP.")
+            raise ValueError(f"{wanted}: is not supported. {SHARD_AT_LOADING}")
+        if self._is_sharded() and not self.is_distributed_loading_by_transformers:
+            raise ValueError(f"model: it is sharded in a way that `Trainer` does not know. {SHARD_AT_LOADING}")
         if self.is_model_parallel:
             raise ValueError("model: it is spread over several devices; load it on one, without `device_map`.")
 

@@ -16,6 +16,8 @@ from transformers import (
     TimmWrapperConfig,
 )
 
+from .sharding import class_of
+
 # what model authors call a classification head that stands beside its backbone
 HEAD_MODULE_NAMES = ("classifier", "classification_head", "head", "score", "fc")
 
@@ -123,7 +125,7 @@ def auto_class_of(model: nn.Module) -> type | None:
     for auto_class in AUTO_CLASSES.values():
         if type(config) in auto_class._model_mapping:
             loaded = auto_class._model_mapping[type(config)]
-            if type(model) in (loaded if isinstance(loaded, tuple) else (loaded,)):
+            if class_of(model) in (loaded if isinstance(loaded, tuple) else (loaded,)):
                 return auto_class
     return None
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
@@ -23,7 +23,8 @@ from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode
 from .noise import add_noise_to_block_
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
-from .priors import GaussianPrior, IsotropicPrior, wide_dtype
+from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
+from .sharding import check_sharding, class_of, is_first_process, mesh_of, reshard, total
 
 
 class KL(NamedTuple):
@@ -89,6 +90,8 @@ class GaussianPosterior(Shareable):
         _check_parameters(parameters, self._head_names)
         self.prior = prior or IsotropicPrior.l2_sp(self.backbone)
         self.prior.check_matches(self.backbone)
+        if mesh_of(parameters) is not None:
+            self.prior = prior_from(self.prior.config, self.prior.state_dict(), self.backbone)
         self.head_prior = IsotropicPrior.l2_zero(self.head)
         self.num_parameters = self.prior.num_parameters + self.head_prior.num_parameters
         self.num_examples = num_examples
@@ -107,6 +110,7 @@ class GaussianPosterior(Shareable):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
+        reshard(self.model)
         return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
@@ -137,7 +141,7 @@ class GaussianPosterior(Shareable):
     def __repr__(self) -> str:
         numbers = {"sigma": self.sigma, "lambda_": self.lambda_, "tau": self.tau}
         learned = ", ".join(f"{name}={float(value):.3g}" for name, value in numbers.items())
-        return f"GaussianPosterior({type(self.model).__name__}, D={self.num_parameters:,}, {learned})"
+        return f"GaussianPosterior({class_of(self.model).__name__}, D={self.num_parameters:,}, {learned})"
 
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
@@ -189,6 +193,7 @@ class GaussianPosterior(Shareable):
             on_all_cores(keep_mean_and_add_noise, blocks_of(weights))
             yield
         finally:
+            weights = self.parameters()  # anew: FSDP2 may move them in its first forward pass
             if self.is_sampled:
                 on_all_cores(restore_mean, kept)
                 self.is_sampled = False
@@ -239,7 +244,8 @@ class GaussianPosterior(Shareable):
             torch._foreach_copy_(w, w_bar)
             return inner_product
 
-        return torch.stack(on_all_cores(complete, blocks_of(means))).to(pull.dtype).sum()
+        inner_products = [term.to(pull.dtype) for term in on_all_cores(complete, blocks_of(means))]
+        return total(inner_products, means, torch.zeros_like(pull))
 
     # ---- Using it --------------------------------------------------------------------------------------------------
 
@@ -308,6 +314,8 @@ class GaussianPosterior(Shareable):
     def sample_model(self, seed: int) -> nn.Module:
         """A copy of the model, in eval mode, that holds the weight sample `seed` and its batch-norm statistics."""
         _check_count("seed", seed)
+        if mesh_of(self.parameters()) is not None:
+            raise ValueError("sample_model: a sharded model cannot be copied. Save the posterior and load it whole.")
         self._check_statistics([seed])
         with self.evaluated_at(seed):
             return copy.deepcopy(self.model).eval()
@@ -364,6 +372,8 @@ class GaussianPosterior(Shareable):
             folder: where; made if need be. Other files there are kept.
             processing_class: the image processor or tokenizer, saved beside the model.
 
+        If the model is sharded, all its processes must call this, and the first one writes.
+
         Example:
             ```python
             trainer.posterior.save_pretrained("posterior", image_processor)
@@ -373,15 +383,22 @@ class GaussianPosterior(Shareable):
         self._forbid_while_sampled("save_pretrained")
         if auto_class_of(self.model) is None:
             raise ValueError(
-                f"save_pretrained: {type(self.model).__name__} is no transformers classifier of images or text, and "
-                "could not be loaded again by name. Wrap a timm model (`TimmWrapperForImageClassification`), merge "
-                "adapters, or keep `state_dict()`."
+                f"save_pretrained: {class_of(self.model).__name__} is no transformers classifier of images or text, "
+                "and could not be loaded again by name. Wrap a timm model (`TimmWrapperForImageClassification`), "
+                "merge adapters, or keep `state_dict()`."
             )
-        with replaced_together(folder) as new:
+        with self.new_files_of(folder) as new:
             self.model.save_pretrained(new)
             if processing_class is not None:
                 processing_class.save_pretrained(new)
             write_posterior(self, new)
+
+    @contextmanager
+    def new_files_of(self, folder: str | os.PathLike) -> Iterator[Path]:
+        """`replaced_together` for the process that writes; others only give it their rows, and write to nowhere."""
+        writes = is_first_process(self.parameters())
+        with replaced_together(folder) if writes else tempfile.TemporaryDirectory() as new:
+            yield Path(new)
 
     def card_data(self) -> PosteriorCardData:
         """What a model card tells of it."""
@@ -433,12 +450,8 @@ class GaussianPosterior(Shareable):
 def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
     if not parameters:
         raise ValueError("model: it has no trainable parameter. Set `requires_grad` on those that should be learned.")
+    check_sharding(parameters)
     for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"model: {name!r} is sharded over processes, which is not supported yet. Keep it whole on each, "
-                "without FSDP or a `tp_plan`, and run several processes with DDP."
-            )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"model: {name!r} is {parameter.dtype}, too coarse to hold noise of size sigma. Load the model with "

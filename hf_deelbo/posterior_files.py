@@ -25,6 +25,7 @@ from .hub import InvalidFilesError, SavedConfig, hashes_of, load_tensors, public
 from .modeling import auto_class_of, load_mean
 from .objective import DEELBo
 from .priors import prior_from
+from .sharding import is_first_process, whole
 
 if TYPE_CHECKING:
     from .posterior import GaussianPosterior
@@ -87,7 +88,9 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
         for layer, moments in layers.items()
         for part, tensor in zip(("mean", "variance"), moments, strict=True)
     }
-    tensors = posterior.state_dict() | scalars | statistics
+    tensors = {name: whole(tensor) for name, tensor in (posterior.state_dict() | scalars | statistics).items()}
+    if not is_first_process(posterior.parameters()):
+        return
     save_tensors(tensors, Path(folder) / PosteriorConfig.TENSORS_FILE)
 
     model = posterior.model

@@ -6,7 +6,8 @@
 | L2-SP   | pretrained value | I                                      | `IsotropicPrior.l2_sp`  |
 | PTYL    | pretrained value | S_diag/2 + eps I + Q Q^T / (2K - 2)    | `LowRankPrior`          |
 
-No D x D matrix is ever formed. Sums over D terms are accumulated in float64.
+No D x D matrix is ever formed. Sums over D terms are accumulated in float64, and over the processes if the parameters
+are sharded.
 """
 
 import os
@@ -25,6 +26,7 @@ from .model_card import PriorCardData, save_card
 from .modeling import TASK_OF, auto_class_of
 from .objective import gaussian_kl, optimal_variance
 from .prior_files import PriorConfig, read_prior, write_prior
+from .sharding import copy_whole_, gathered, local, shard_like, total
 
 # Sigma_p^-1 (w - mu_p), one block at a time
 PrecisionProduct = Callable[[Block], list[torch.Tensor]]
@@ -71,7 +73,7 @@ class GaussianPrior(ABC):
     def load_state_dict(self, state: Tensors) -> None:
         """Copy the tensors of `state_dict` back."""
         for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+            copy_whole_(tensor, state[name])
 
     def optimal_variance(self, w: Tensors, sigma: torch.Tensor) -> torch.Tensor:
         """lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w)^T Sigma_p^-1 (mu_p - w) ] / D."""
@@ -158,8 +160,7 @@ class IsotropicPrior(GaussianPrior):
             norms = torch._foreach_norm(difference(block), dtype=self.trace_inverse.dtype)
             return torch.stack(norms).square().sum()
 
-        terms = on_all_cores(squared_norm, blocks_of(w))
-        return torch.stack(terms).sum() if terms else torch.zeros_like(self.trace_inverse)
+        return total(on_all_cores(squared_norm, blocks_of(w)), w, torch.zeros_like(self.trace_inverse))
 
     def precision_product(self, w: Tensors) -> PrecisionProduct:
         """w - mu_p."""
@@ -215,23 +216,27 @@ class LowRankPrior(GaussianPrior, Shareable):
         self._last_coefficients: tuple[torch.Tensor, torch.Tensor] | None = None
         blocks = blocks_of(mean, size=2**16)  # smaller ones, as they hold K times as much, in float64
 
-        def sums_and_root(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def sums_and_root(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
             a, u = self._factors(block)
-            return (1 / a).sum(), a.log().sum(), torch.linalg.qr((u / a.sqrt()).T, mode="r").R
+            sums = torch.stack([(1 / a).sum(), a.log().sum()])
+            return sums, torch.linalg.qr((u / a.sqrt()).T, mode="r").R
 
-        inverse_a, log_a, roots = zip(*on_all_cores(sums_and_root, blocks), strict=True)
-        _, s, self._vt = torch.linalg.svd(torch.cat(roots), full_matrices=False)
+        sums_and_roots = on_all_cores(sums_and_root, blocks)
+        zeros = torch.zeros(self.rank, self.rank, dtype=self._wide, device=next(iter(mean.values())).device)
+        root = torch.linalg.qr(torch.cat([zeros, *(root for _, root in sums_and_roots)]), mode="r").R
+        _, s, self._vt = torch.linalg.svd(gathered(root, mean), full_matrices=False)
         self._shrinkage = 1 / (1 + s**2)
 
         def rotated_squares(block: Block) -> torch.Tensor:
             a, u = self._factors(block)
             return (self._vt @ u / a).square().sum(1)
 
-        squares = torch.stack(on_all_cores(rotated_squares, blocks)).sum(0)
+        squares = total(on_all_cores(rotated_squares, blocks), mean, torch.zeros_like(s))
+        inverse_a, log_a = total([sums for sums, _ in sums_and_roots], mean, torch.zeros_like(s[:2]))
         super().__init__(
             mean,
-            trace_inverse=torch.stack(inverse_a).sum() - torch.dot(self._shrinkage, squares),
-            log_det=torch.stack(log_a).sum() + torch.log1p(s**2).sum(),
+            trace_inverse=inverse_a - torch.dot(self._shrinkage, squares),
+            log_det=log_a + torch.log1p(s**2).sum(),
         )
 
     def mahalanobis(self, w: Tensors) -> torch.Tensor:
@@ -241,7 +246,7 @@ class LowRankPrior(GaussianPrior, Shareable):
         squares, in a second pass: r^T A^-1 r + c^T c with r = d - U c.
         """
 
-        def distance_and_projection(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def sums_and_checksum(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
             distances, projections = [], []
             for piece, weight in zip(block.pieces, block.of(w), strict=True):
                 d = self._difference(weight, piece)
@@ -249,13 +254,13 @@ class LowRankPrior(GaussianPrior, Shareable):
                 torch.div(d, whitened, out=whitened)
                 distances.append(torch.dot(d, whitened))
                 projections.append(torch.mv(self._q(piece, d.dtype), whitened))
-            return self._sum(distances), self._sum(projections), checksum(block.of(w))
+            return torch.cat([self._sum(distances)[None], self._sum(projections)]), checksum(block.of(w))
 
-        parts = zip(*on_all_cores(distance_and_projection, blocks_of(w)), strict=True)
-        distances, projections, checksums = (torch.stack(terms) for terms in parts)
-        distance, b = distances.sum(), self._scale * projections.sum(0)
+        terms = on_all_cores(sums_and_checksum, blocks_of(w))
+        sums = total([sums for sums, _ in terms], w, self._shrinkage.new_zeros(1 + self.rank))
+        distance, b = sums[0], self._scale * sums[1:]
         c = self._vt.T @ (self._shrinkage * (self._vt @ b))
-        self._last_coefficients = checksums, c
+        self._last_coefficients = self._total_checksum([term for _, term in terms], w), c
         difference = distance - torch.dot(b, c)
         return difference if difference >= 0.1 * distance else self._sum_of_squares(w, c)
 
@@ -332,17 +337,20 @@ class LowRankPrior(GaussianPrior, Shareable):
 
     def _coefficients(self, w: Tensors) -> torch.Tensor:
         """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""
-        checksums = torch.stack(on_all_cores(lambda block: checksum(block.of(w)), blocks_of(w)))
-        if self._last_coefficients is None or not torch.equal(self._last_coefficients[0], checksums):
+        checksums = on_all_cores(lambda block: checksum(block.of(w)), blocks_of(w))
+        if self._last_coefficients is None or self._last_coefficients[0] != self._total_checksum(checksums, w):
             self.mahalanobis(w)
         return self._last_coefficients[1]
+
+    def _total_checksum(self, checksums: list[torch.Tensor], w: Tensors) -> torch.Tensor:
+        return total(checksums, w, torch.zeros((), dtype=torch.int64, device=self._shrinkage.device))
 
     def _sum_of_squares(self, w: Tensors, c: torch.Tensor) -> torch.Tensor:
         def squares(block: Block) -> torch.Tensor:
             residuals = zip(block.pieces, self._residuals(w, c, block), strict=True)
             return self._sum([torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals])
 
-        return torch.stack(on_all_cores(squares, blocks_of(w))).sum() + torch.dot(c, c)
+        return total(on_all_cores(squares, blocks_of(w)), w, torch.zeros_like(self._shrinkage[0])) + torch.dot(c, c)
 
     def _residuals(self, w: Tensors, c: torch.Tensor, block: Block) -> list[torch.Tensor]:
         """r = d - U c."""
@@ -358,15 +366,15 @@ class LowRankPrior(GaussianPrior, Shareable):
         return a, self._scale * torch.cat([self._q(piece, self._wide) for piece in block.pieces], dim=1)
 
     def _difference(self, weight: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return (weight - rows_of(self.mean[piece.name], piece.rows)).flatten()
+        return (weight - rows_of(local(self.mean[piece.name]), piece.rows)).flatten()
 
     def _a(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-        diagonal = rows_of(self.diagonal[piece.name], piece.rows).flatten().to(dtype)
+        diagonal = rows_of(local(self.diagonal[piece.name]), piece.rows).flatten().to(dtype)
         return (0.5 * diagonal).add_(self.eps)
 
     def _q(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Columns of Q^T; a view, unless the types differ."""
-        deviations = self.deviations[piece.name]
+        deviations = local(self.deviations[piece.name])
         rows = deviations[:, piece.rows] if deviations.dim() > 1 else deviations
         return rows.reshape(self.rank, -1).to(dtype)
 
@@ -387,7 +395,7 @@ def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -> GaussianPrior:
-    """The prior over `parameters` whose `config` and `state_dict` these are.
+    """The prior over `parameters` whose `config` and `state_dict` these are; sharded if they are.
 
     Example:
         >>> w = {"w": torch.ones(2)}
@@ -397,9 +405,10 @@ def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -
         0.0
     """
 
-    def part(prefix: str) -> dict[str, torch.Tensor]:
+    def part(prefix: str, dim: int = 0) -> dict[str, torch.Tensor]:
         """In the order of `parameters`, as sums depend on the order in their last bit."""
-        return {name: state[f"{prefix}.{name}"] for name in parameters if f"{prefix}.{name}" in state}
+        known = [name for name in parameters if f"{prefix}.{name}" in state]
+        return {name: shard_like(state[f"{prefix}.{name}"], parameters[name], dim) for name in known}
 
     kind = config.get("kind")
     if kind == "l2-zero":
@@ -411,7 +420,7 @@ def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -
         eps = config.get("eps")
         if not isinstance(eps, float):
             raise ValueError(f"prior: its eps must be a number, got {eps!r}.")
-        prior = LowRankPrior(part("mean"), part("diagonal"), part("deviations"), eps)
+        prior = LowRankPrior(part("mean"), part("diagonal"), part("deviations", dim=1), eps)
     else:
         raise ValueError(f"prior: unknown kind {kind!r}; known are l2-zero, l2-sp and ptyl.")
     if unknown := sorted(state.keys() - prior.state_dict().keys()):
@@ -438,7 +447,7 @@ def _check_low_rank(mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: 
                 f"{name!r}: mean {tuple(tensor.shape)}, diagonal {tuple(diagonal[name].shape)} and deviations "
                 f"{tuple(deviations[name].shape)} do not fit; the last should be (K, *mean.shape)."
             )
-        if not bool((diagonal[name] / 2 + eps > 0).all()):
+        if not bool((local(diagonal[name]) / 2 + eps > 0).all()):
             raise ValueError(f"diagonal: S_diag/2 + eps must be positive, but is not in {name!r} (eps={eps}).")
     return ranks.pop()
 

@@ -17,7 +17,7 @@ from transformers.utils import PushInProgress, logging
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
 from .config import DEELBoConfig
-from .files import finish_interrupted, replaced_together
+from .files import finish_interrupted
 from .fine_tuning import FineTuningTrainer
 from .hub import push_folder
 from .metrics import METRICS
@@ -78,6 +78,16 @@ class DEELBoTrainer(FineTuningTrainer):
         if self.train_dataset is not None:
             _ = self.posterior  # built now, so that what does not fit is said now
 
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        args = self.args
+        if self._is_sharded() and args.push_to_hub and args.hub_strategy != HubStrategy.END:
+            strategy = args.hub_strategy.value
+            raise ValueError(
+                'hub_strategy: must be "end" for a sharded model, which is not pushed in training; got '
+                f"{args.hub_strategy.value!r}."
+            )
+
     # ---- The posterior ---------------------------------------------------------------------------------------------
 
     @property
@@ -107,7 +117,10 @@ class DEELBoTrainer(FineTuningTrainer):
         optimizer = super().create_optimizer(model)
         rho = self.posterior.rho
         if not any(parameter is rho for group in optimizer.param_groups for parameter in group["params"]):
-            optimizer.param_groups[0]["params"].append(rho)
+            if self._is_sharded():  # optimisers do not take sharded and whole parameters at once
+                optimizer.add_param_group(optimizer.param_groups[0] | {"params": [rho]})
+            else:
+                optimizer.param_groups[0]["params"].append(rho)
         return optimizer
 
     def training_step(
@@ -215,18 +228,30 @@ class DEELBoTrainer(FineTuningTrainer):
     @torch.no_grad()
     def _mean_nll(self, dataset: Any, seed: int) -> float:
         """Mean over all examples, each once: every process takes its share, without padding."""
-        world_size, rank = self.args.world_size, self.args.process_index
-        if world_size > 1 and has_length(dataset):
-            dataset = Subset(self._without_unused_columns(dataset), range(rank, len(dataset), world_size))
+        dataset, num_own, num_batches = self._share_of(dataset)
         totals = torch.zeros(2, dtype=torch.float64)
         with self.posterior.evaluated_at(seed):
-            for inputs in self._batches(dataset):
-                count = find_batch_size(inputs)
+            for inputs in self._batches(dataset, num_batches=num_batches):
+                count = find_batch_size(inputs) if totals[1] < num_own else 0
                 with self.accelerator.autocast():
                     nll = self.compute_loss(self.model, inputs)
                 totals += torch.tensor([nll.item() * count, count], dtype=torch.float64)
         total, count = self.accelerator.reduce(totals.to(self.args.device), "sum").tolist()
         return total / count
+
+    def _share_of(self, dataset: Any) -> tuple[Any, float, int | None]:
+        """What this process evaluates, how many examples of it count, and in how many batches.
+
+        All have the same number of batches, as a sharded model needs all of them in each forward pass. One with fewer
+        examples than batches gets another one, which does not count.
+        """
+        world_size, rank = self.args.world_size, self.args.process_index
+        if world_size == 1 or not has_length(dataset):
+            return dataset, math.inf, None
+        own = range(rank, len(dataset), world_size)
+        num_batches = math.ceil(math.ceil(len(dataset) / world_size) / self.args.eval_batch_size)
+        indices = own if len(own) >= num_batches else [*own, 0]
+        return Subset(self._without_unused_columns(dataset), indices), len(own), num_batches
 
     def recompute_batch_norm(self, num_samples: int) -> None:
         """Give the weight samples 0 .. num_samples - 1 batch-norm statistics of their own, over training inputs.
@@ -421,7 +446,7 @@ class DEELBoTrainer(FineTuningTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """`Trainer`'s files and the posterior's, all of them or none; its pickled arguments are left out."""
-        with replaced_together(output_dir or self.args.output_dir) as new:
+        with self.posterior.new_files_of(output_dir or self.args.output_dir) as new:
             super()._save(str(new), state_dict)
             (new / TRAINING_ARGS_NAME).unlink(missing_ok=True)
             write_posterior(self.posterior, new)

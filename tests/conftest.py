@@ -20,6 +20,7 @@ from huggingface_hub import close_session, constants, file_download, hf_api
 from huggingface_hub.utils import _http
 from loopback_hub import LoopbackHub
 from PIL import Image
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -30,8 +31,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo import DEELBoConfig, DEELBoTrainer, LowRankPrior
 from hf_deelbo.blocks import blocks_of, on_all_cores
+from hf_deelbo.modeling import head_parameter_names
 from hf_deelbo.noise import add_noise_to_block_
 
 # the models are tiny: a second thread only makes them wait for it, long if the machine has other work
@@ -114,6 +116,15 @@ def make_dataset(kind: str, size: int = 24, seed: int = 1) -> list[dict]:
     labels = torch.arange(size) % NUM_LABELS
     inputs = torch.randn(size, 1, 8, 8, generator=generator) + 2 * labels.view(-1, 1, 1, 1)
     return [{"pixel_values": x, "labels": int(y)} for x, y in zip(inputs, labels, strict=True)]
+
+
+def low_rank_prior(model: nn.Module, rank: int = 3) -> LowRankPrior:
+    """Around the model's backbone."""
+    generator, head = torch.Generator().manual_seed(5), head_parameter_names(model)
+    mean = {name: p.detach().clone() for name, p in model.named_parameters() if name not in head}
+    diagonal = {name: torch.rand(p.shape, generator=generator) for name, p in mean.items()}
+    deviations = {name: torch.randn(rank, *p.shape, generator=generator) for name, p in mean.items()}
+    return LowRankPrior(mean, diagonal, deviations, eps=0.1)
 
 
 @pytest.fixture

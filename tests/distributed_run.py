@@ -1,20 +1,32 @@
 """Train a tiny model and write what was learned; `test_distributed` starts it on one process and on several.
 
 Usage: distributed_run.py FOLDER METHOD/DTYPE/ACCUMULATION ...
+
+The method `sharded-PRIOR` is `deelbo` with the rows of the model over the processes (FSDP2).
 """
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import make_dataset, make_model
+from conftest import low_rank_prior, make_dataset, make_model
 from safetensors.torch import save_file
-from transformers import EvalPrediction
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+    default_data_collator,
+)
+from transformers.distributed import DistributedConfig
 
-from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior
 from hf_deelbo.baselines import MAPConfig, MAPTrainer
+from hf_deelbo.priors import GaussianPrior
+from hf_deelbo.sharding import local, reshard, whole
 
 GLOBAL_BATCH = 24  # what 2 and 3 processes with accumulation 1, 2 and 4 divide
 EVAL_SIZE = 7  # no number of processes divides it
@@ -23,13 +35,17 @@ EVAL_SIZE = 7  # no number of processes divides it
 def learn_by_deelbo(arguments: dict[str, Any], dtype: torch.dtype) -> tuple[DEELBoTrainer, dict[str, float]]:
     args = DEELBoConfig(**arguments, init_sigma=0.05)
     trainer = trained(DEELBoTrainer, args, dtype)
+    return trainer, what_deelbo_learned(trainer)
+
+
+def what_deelbo_learned(trainer: DEELBoTrainer) -> dict[str, float]:
     elbo, posterior = trainer.de_elbo(trainer.eval_dataset, num_samples=3), trainer.posterior
     learned = {name: posterior.state_dict()[name].item() for name in ("lambda_", "tau")}
     learned |= {"nll": elbo.nll, "de_elbo": elbo.value, "sigma": posterior.sigma.item()}
-    args.num_eval_samples = 2
+    trainer.args.num_eval_samples = 2
     learned |= trainer.evaluate(metric_key_prefix="average")
-    args.num_eval_samples = 0
-    return trainer, learned
+    trainer.args.num_eval_samples = 0
+    return learned
 
 
 def learn_by_map(arguments: dict[str, Any], dtype: torch.dtype) -> tuple[MAPTrainer, dict[str, float]]:
@@ -39,15 +55,51 @@ def learn_by_map(arguments: dict[str, Any], dtype: torch.dtype) -> tuple[MAPTrai
     return trainer, {"penalty_backbone": backbone.item(), "penalty_head": head.item()}
 
 
-def trained(trainer_class: type, args: DEELBoConfig | MAPConfig, dtype: torch.dtype) -> DEELBoTrainer | MAPTrainer:
+def learn_sharded(arguments: dict[str, Any], dtype: torch.dtype, prior: str) -> tuple[DEELBoTrainer, dict[str, float]]:
+    """Beside what `learn_by_deelbo` tells: what was saved, as one process loads it."""
+    args = DEELBoConfig(**arguments | {"save_strategy": "no"}, init_sigma=0.05, prior=prior)
+    given = low_rank_prior(make_model("vit").to(dtype)) if prior == "ptyl" else None
+    trainer = trained(DEELBoTrainer, args, dtype, model=load_sharded(args, dtype), prior=given)
+    learned = what_deelbo_learned(trainer)
+    folder = Path(args.output_dir).parent / "posterior"
+    trainer.save_model(str(folder))
+    trainer.accelerator.wait_for_everyone()
+    saved = GaussianPosterior.from_pretrained(folder)
+    batch = default_data_collator(trainer.eval_dataset)
+    learned["saved_average"] = saved.predict_proba({"pixel_values": batch["pixel_values"]}, 3)[:, 0].sum().item()
+    return trainer, learned
+
+
+def load_sharded(args: DEELBoConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `make_model`, its rows over all processes."""
+    folder = Path(args.output_dir).parent / "pretrained"
+    with args.main_process_first():
+        if args.process_index == 0:
+            make_model("vit").to(dtype).save_pretrained(folder)
+    config = ViTConfig.from_pretrained(folder)
+    config.base_model_fsdp_plan = {"layers.*": "free_full_weight"}
+    distributed = DistributedConfig(fsdp_size=args.world_size)
+    return ViTForImageClassification.from_pretrained(
+        folder, config=config, dtype=dtype, distributed_config=distributed
+    )
+
+
+def trained(
+    trainer_class: type,
+    args: DEELBoConfig | MAPConfig,
+    dtype: torch.dtype,
+    model: PreTrainedModel | None = None,
+    prior: GaussianPrior | None = None,
+) -> DEELBoTrainer | MAPTrainer:
     args.per_device_train_batch_size = GLOBAL_BATCH // (args.world_size * args.gradient_accumulation_steps)
     # one batch of all the data a step, so that the order of the examples does not matter
     trainer = trainer_class(
-        make_model("vit").to(dtype),
+        model or make_model("vit").to(dtype),
         args,
         train_dataset=dataset(GLOBAL_BATCH, dtype, seed=1),
         eval_dataset=dataset(EVAL_SIZE, dtype, seed=2),
         compute_metrics=what_was_counted,
+        prior=prior,
     )
     trainer.train()
     return trainer
@@ -83,7 +135,13 @@ def learn(folder: str | Path, setting: str) -> Path:
         "disable_tqdm": True,
         "ddp_backend": "gloo" if "WORLD_SIZE" in os.environ else None,
     }
-    by_method = {"deelbo": learn_by_deelbo, "map": learn_by_map}[method]
+    by_method = {
+        "deelbo": learn_by_deelbo,
+        "map": learn_by_map,
+        "sharded-l2-sp": partial(learn_sharded, prior="l2-sp"),
+        "sharded-l2-zero": partial(learn_sharded, prior="l2-zero"),
+        "sharded-ptyl": partial(learn_sharded, prior="ptyl"),
+    }[method]
     trainer, learned = by_method(arguments, getattr(torch, dtype))
     line = next(line for line in reversed(trainer.state.log_history) if "grad_norm" in line)
     learned |= {"logged_nll": line["nll"], "logged_loss": line["loss"], **trainer.evaluate()}
@@ -93,7 +151,9 @@ def learn(folder: str | Path, setting: str) -> Path:
         if not name.endswith(("_runtime", "_per_second", "epoch"))
     }
     tensors["num_processes"] = torch.tensor(trainer.args.world_size)
-    tensors |= {f"w.{name}": p.detach().clone() for name, p in trainer.model.named_parameters()}
+    reshard(trainer.model)
+    tensors |= {f"w.{name}": whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    tensors["num_rows_here"] = torch.tensor(len(local(trainer.model.classifier.weight.detach())))
     path = Path(folder, setting, f"{trainer.args.process_index}.safetensors")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)

@@ -9,13 +9,13 @@ import numpy as np
 import optuna
 import pytest
 import torch
-from conftest import NUM_LABELS, make_dataset, make_model
+from conftest import NUM_LABELS, low_rank_prior, make_dataset, make_model
 from scipy.optimize import minimize
 from torch import nn
 from torch.distributions import LowRankMultivariateNormal
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_deelbo import IsotropicPrior, LowRankPrior
+from hf_deelbo import IsotropicPrior
 from hf_deelbo.baselines import (
     MAPConfig,
     MAPTrainer,
@@ -84,14 +84,6 @@ class Recorder:
 
 def is_head(name: str) -> bool:
     return name.startswith("classifier")
-
-
-def low_rank_prior(model: nn.Module, rank: int = 3) -> LowRankPrior:
-    generator = torch.Generator().manual_seed(5)
-    mean = {name: p.detach().clone() for name, p in model.named_parameters() if not is_head(name)}
-    diagonal = {name: torch.rand(p.shape, generator=generator) for name, p in mean.items()}
-    deviations = {name: torch.randn(rank, *p.shape, generator=generator) for name, p in mean.items()}
-    return LowRankPrior(mean, diagonal, deviations, eps=0.1)
 
 
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
