@@ -86,8 +86,7 @@ def main() -> None:
     swag.load_mean(trainer)
     metrics = named_metrics(trainer.evaluate(), "eval")
     if trainer.is_world_process_zero():
-        prior, args = swag.prior(), trainer.args
-        place = folder / "prior"
+        prior, place = swag.prior(), folder / "prior"
         prior.save_pretrained(place, model=trainer.model, processing_class=task.processing_class)
         save_card(
             place,
@@ -104,15 +103,7 @@ def main() -> None:
                 num_collections=swag.moments.num_collected,
                 eps=prior.eps,
                 metrics=metrics,
-                training={
-                    "learning rate": args.learning_rate,
-                    "steps": trainer.state.global_step,
-                    "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-                    "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
-                    "schedule": args.lr_scheduler_type.value,
-                    "seed": args.seed,
-                    "classes": task.class_names,
-                },
+                training=trainer.training_settings() | {"classes": task.class_names},
                 preprocessing=task.preprocessing,
                 versions=library_versions(),
                 license=options.license,

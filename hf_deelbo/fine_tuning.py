@@ -217,6 +217,18 @@ class FineTuningTrainer(Trainer):
     def _parts_of_loss(self, nll: float) -> dict[str, float]:
         return {}
 
+    def training_settings(self) -> dict[str, Any]:
+        """How it was trained, by name, for a model card."""
+        args = self.args
+        return {
+            "learning rate": args.learning_rate,
+            "steps": self.state.global_step,
+            "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
+            "schedule": args.lr_scheduler_type.value,
+            "seed": args.seed,
+        }
+
     # ---- Evaluation ------------------------------------------------------------------------------------------------
 
     def prediction_step(
