@@ -85,6 +85,7 @@ def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
     assert (config.max_steps, config.num_elbo_samples, config.num_eval_samples) == (6000, 10, 0)
 
     task = script.Run(arguments).task
+    assert not config.remove_unused_columns  # a transform reads them
     assert sorted(task.rows.train["label"]) == [0] * 5 + [1] * 5 + [2] * 5
     pixels = [np.asarray(decode_image(value)) for value in task.rows.train["image"]]
     pixels = np.concatenate([p.reshape(-1, 3) for p in pixels]) / 255
