@@ -17,12 +17,11 @@ from transformers.utils import logging
 
 from hf_deelbo import DEELBo, DEELBoConfig, DEELBoTrainer
 from hf_deelbo.files import write_json
-from hf_deelbo.hub import public_name, push_folder
+from hf_deelbo.hub import public_name
 from hf_deelbo.metrics import named_metrics, probabilities_of
 from hf_deelbo.model_card import save_card
-from hf_deelbo.modeling import EMBEDDED_MODEL
 from hf_deelbo.plots import FixedPosterior, plot_elbo_comparison, plot_reliability, plot_training_curves, save_figure
-from hf_deelbo.runs import DataArguments, ModelArguments, Task, claim_output_dir, parse_arguments
+from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, parse_arguments
 from hf_deelbo.selection import METHODS, Candidate, Selection, select
 
 logger = logging.get_logger(__name__)
@@ -77,14 +76,10 @@ class RunArguments:
     compare_elbo: bool = field(default=False, metadata={"help": "Also train by the plain ELBo, kappa = 1."})
 
 
-Arguments = tuple[ModelArguments, DataArguments, RunArguments, DEELBoConfig]
-
-
 def parse(argv: list[str]) -> Arguments:
     """The arguments of the command line, with the preset's or the demonstration's where it gives none."""
-    kinds = (ModelArguments, DataArguments, RunArguments, DEELBoConfig)
     arguments = parse_arguments(
-        kinds,
+        (ModelArguments, DataArguments, RunArguments, DEELBoConfig),
         argv,
         defaults=DEFAULTS,
         demo=DEMO,
@@ -92,22 +87,14 @@ def parse(argv: list[str]) -> Arguments:
         output_dir="outputs/run_deelbo",
         singular={"learning_rates": "learning_rate", "init_sigmas": "init_sigma"},
     )
-    model, _, options, config = arguments
+    _, _, options, _ = arguments
     if options.selection not in METHODS:
         raise ValueError(f"selection: unknown method {options.selection!r}; choose one of {', '.join(METHODS)}.")
-    if model.model_name_or_path is None:
-        model.model_name_or_path = config.prior_name_or_path or EMBEDDED_MODEL  # start at the prior's mean
     return arguments
 
 
-class Run:
-    """One run of this script: its task and its folder."""
-
-    def __init__(self, arguments: Arguments):
-        self.model, self.data, self.options, self.config = arguments
-        self.folder = claim_output_dir(arguments)
-        self.task = Task(self.model, self.data, self.config.disable_tqdm)
-        self.task.configure(self.config)
+class Run(ScriptRun):
+    """One run of this script."""
 
     def make_trainer(self, candidate: Candidate, output_dir: str, **changes: Any) -> DEELBoTrainer:
         """A trainer with a fresh model, that pushes nothing."""
@@ -189,7 +176,7 @@ def main() -> None:
         write_results(run, results, selection)
         print(table(run, results, selection))
         if run.config.push_to_hub:
-            push(run)
+            run.push("posterior", commit_message="Posterior learned by run_deelbo.py")
 
 
 def write_results(run: Run, results: dict[str, Result], selection: Selection) -> None:
@@ -224,21 +211,6 @@ def write_results(run: Run, results: dict[str, Result], selection: Selection) ->
     summaries = {name: result.summary() for name, result in results.items()}
     numbers = {"results": summaries, "selection": selection.to_dict(), "preprocessing": run.task.preprocessing}
     write_json(run.folder / "metrics.json", numbers)
-
-
-def push(run: Run) -> None:
-    """Publish the posterior."""
-    config = run.config
-    repo_id = config.hub_model_id or run.folder.name
-    commit = push_folder(
-        run.folder / "posterior",
-        repo_id,
-        commit_message="Posterior learned by run_deelbo.py",
-        private=config.hub_private_repo,
-        token=config.hub_token,
-        revision=config.hub_revision,
-    )
-    print(f"Published: {commit.commit_url}")
 
 
 def table(run: Run, results: dict[str, Result], selection: Selection) -> str:

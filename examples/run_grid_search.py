@@ -27,9 +27,8 @@ from hf_deelbo.baselines import (
 )
 from hf_deelbo.files import write_json
 from hf_deelbo.metrics import named_metrics, probabilities_of
-from hf_deelbo.modeling import EMBEDDED_MODEL
 from hf_deelbo.plots import plot_reliability, save_figure
-from hf_deelbo.runs import DataArguments, ModelArguments, Task, claim_output_dir, parse_arguments
+from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, parse_arguments
 
 SEARCHES = ("grid", "random", "tpe")
 DEFAULTS = {
@@ -65,9 +64,6 @@ class SearchArguments:
     lambdas: list[float] | None = field(default=None, metadata={"help": "lambda of the grid, for ptyl."})
 
 
-Arguments = tuple[ModelArguments, DataArguments, SearchArguments, MAPConfig]
-
-
 def parse(argv: list[str]) -> Arguments:
     """The arguments of the command line, with the preset's or the demonstration's where it gives none."""
     arguments = parse_arguments(
@@ -79,23 +75,15 @@ def parse(argv: list[str]) -> Arguments:
         output_dir="outputs/run_grid_search",
         singular={"learning_rates": "learning_rate"},
     )
-    model, _, options, config = arguments
+    _, _, options, config = arguments
     if options.search not in SEARCHES:
         raise ValueError(f"search: unknown search {options.search!r}; choose one of {', '.join(SEARCHES)}.")
     options.learning_rates = options.learning_rates or [config.learning_rate]
-    if model.model_name_or_path is None:
-        model.model_name_or_path = config.prior_name_or_path or EMBEDDED_MODEL  # start at the prior's mean
     return arguments
 
 
-class Run:
-    """One run of this script: its task and its folder."""
-
-    def __init__(self, arguments: Arguments):
-        self.model, self.data, self.options, self.config = arguments
-        self.folder = claim_output_dir(arguments)
-        self.task = Task(self.model, self.data, self.config.disable_tqdm)
-        self.task.configure(self.config)
+class Run(ScriptRun):
+    """One run of this script."""
 
     def search(self) -> tuple[MAPTrainer, SearchResult]:
         """Try the settings, and train the best on all data."""

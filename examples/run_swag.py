@@ -21,19 +21,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_deelbo import LowRankPrior, SWAGCallback
 from hf_deelbo.baselines import MAPConfig, MAPTrainer
 from hf_deelbo.files import write_json
-from hf_deelbo.hub import library_versions, public_name, push_folder
+from hf_deelbo.hub import library_versions, public_name
 from hf_deelbo.metrics import named_metrics
 from hf_deelbo.model_card import PriorCardData, save_card
-from hf_deelbo.modeling import EMBEDDED_MODEL
-from hf_deelbo.runs import DataArguments, ModelArguments, Task, claim_output_dir, parse_arguments
+from hf_deelbo.runs import DataArguments, ModelArguments, ScriptRun, Task, parse_arguments
 
 # a learning rate that stays keeps the weights moving, which is what SWAG looks at
-DEFAULTS = {
-    "model_name_or_path": EMBEDDED_MODEL,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 10,
-    "save_total_limit": 1,
-}
+DEFAULTS = {"lr_scheduler_type": "constant", "logging_steps": 10, "save_total_limit": 1}
 DEMO = {
     "classes": ["0", "1", "2", "3", "4"],
     "train_size": 250,
@@ -67,10 +61,8 @@ def main() -> None:
         presets={},
         output_dir="outputs/run_swag",
     )
-    model, data, options, config = arguments
-    folder = claim_output_dir(arguments)
-    task = Task(model, data, config.disable_tqdm)
-    task.configure(config)
+    run = ScriptRun(arguments)
+    task, options, config, folder = run.task, run.options, run.config, run.folder
     swag = SWAGCallback(options.num_deviations, options.collect_every or "epoch", options.start, eps=options.eps)
     trainer = MAPTrainer(
         task.load_model(config.seed),
@@ -86,16 +78,15 @@ def main() -> None:
     swag.load_mean(trainer)
     metrics = named_metrics(trainer.evaluate(), "eval")
     if trainer.is_world_process_zero():
-        prior, args = swag.prior(), trainer.args
-        place = folder / "prior"
+        prior, place = swag.prior(), folder / "prior"
         prior.save_pretrained(place, model=trainer.model, processing_class=task.processing_class)
         save_card(
             place,
             PriorCardData(
                 task="image-classification" if task.rows.kind == "image" else "text-classification",
-                base_model=model.model_name_or_path,
+                base_model=run.model.model_name_or_path,
                 dataset_name=task.dataset_name,
-                dataset_config=data.dataset_config_name,
+                dataset_config=run.data.dataset_config_name,
                 num_classes=len(task.class_names),
                 num_examples=len(task.train),
                 num_test_examples=len(task.test),
@@ -104,15 +95,7 @@ def main() -> None:
                 num_collections=swag.moments.num_collected,
                 eps=prior.eps,
                 metrics=metrics,
-                training={
-                    "learning rate": args.learning_rate,
-                    "steps": trainer.state.global_step,
-                    "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-                    "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
-                    "schedule": args.lr_scheduler_type.value,
-                    "seed": args.seed,
-                    "classes": task.class_names,
-                },
+                training=trainer.training_settings() | {"classes": task.class_names},
                 preprocessing=task.preprocessing,
                 versions=library_versions(),
                 license=options.license,
@@ -123,15 +106,7 @@ def main() -> None:
         write_json(folder / "metrics.json", numbers)
         print(table(folder, task, numbers))
         if config.push_to_hub:
-            commit = push_folder(
-                place,
-                config.hub_model_id or folder.name,
-                commit_message="Prior learned by run_swag.py",
-                private=config.hub_private_repo,
-                token=config.hub_token,
-                revision=config.hub_revision,
-            )
-            print(f"Published: {commit.commit_url}")
+            run.push("prior", commit_message="Prior learned by run_swag.py")
 
 
 def summary(prior: LowRankPrior, swag: SWAGCallback, metrics: dict[str, float]) -> dict[str, Any]:

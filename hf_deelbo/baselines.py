@@ -31,7 +31,7 @@ from .config import PRIORS, FineTuningConfig, positive_number
 from .files import as_json
 from .fine_tuning import FineTuningTrainer
 from .metrics import class_averaged_accuracy, probabilities_of
-from .modeling import gradients_of, head_parameter_names
+from .modeling import gradients_of, head_parameter_names, trainable_parameters
 from .priors import GaussianPrior, IsotropicPrior
 from .results_file import ResultsFile
 
@@ -147,7 +147,8 @@ class MAPTrainer(FineTuningTrainer):
     def priors(self) -> tuple[GaussianPrior, GaussianPrior]:
         """p(w) of the backbone and p(V) of the head, up to their variances."""
         if self._priors is None:
-            weights, names = self._trainable(), head_parameter_names(self.model, self.args.head_names)
+            weights = trainable_parameters(self.model)
+            names = head_parameter_names(self.model, self.args.head_names)
             backbone = self._make_prior(names)
             backbone.check_matches({name: w for name, w in weights.items() if name not in names})
             self._priors = backbone, IsotropicPrior.l2_zero({name: weights[name] for name in names})
@@ -161,7 +162,7 @@ class MAPTrainer(FineTuningTrainer):
 
     def penalty(self) -> Penalty:
         """strength/2 (w - mu_p)^T Sigma_p^-1 (w - mu_p) at the present weights, of the backbone and of the head."""
-        weights = self._trainable()
+        weights = trainable_parameters(self.model)
         parts = zip(self.priors, self.strengths, strict=True)
         return Penalty(*(strength / 2 * prior.mahalanobis(prior.own(weights)) for prior, strength in parts))
 
@@ -223,7 +224,8 @@ class MAPTrainer(FineTuningTrainer):
     @torch.no_grad()
     def _add_gradient_of_penalty(self) -> torch.Tensor:
         """In place gradient += strength Sigma_p^-1 (w - mu_p), as `Trainer` would scale it; the norms of the sums."""
-        weights, gradients, scale = self._trainable(), gradients_of(self.model), self._loss_scale()
+        weights, gradients = trainable_parameters(self.model), gradients_of(self.model)
+        scale = self._loss_scale()
         norms = []
         for prior, strength in zip(self.priors, self.strengths, strict=True):
             norms += _add_pull_(gradients, prior, prior.own(weights), torch.as_tensor(scale * strength))
@@ -241,9 +243,6 @@ class MAPTrainer(FineTuningTrainer):
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         _ = self.priors  # mu is not what the checkpoint holds
         super()._load_from_checkpoint(*args, **kwargs)
-
-    def _trainable(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _known_n(self) -> int:
         num_examples = self._num_train_examples()

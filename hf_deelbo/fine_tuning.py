@@ -27,6 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 from .config import SAVED_PRIORS, SHARD_AT_LOADING, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
 from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
+from .modeling import trainable_parameters
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
 from .sharding import mesh_of
@@ -77,8 +78,7 @@ class FineTuningTrainer(Trainer):
     def _make_prior(self, head_names: list[str]) -> GaussianPrior:
         if self._given_prior is not None:
             return self._given_prior
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        backbone = {name: p for name, p in trainable.items() if name not in head_names}
+        backbone = {name: w for name, w in trainable_parameters(self.model).items() if name not in head_names}
         if self.args.prior in SAVED_PRIORS:
             return self._load_prior(backbone)
         return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)
@@ -217,6 +217,18 @@ class FineTuningTrainer(Trainer):
 
     def _parts_of_loss(self, nll: float) -> dict[str, float]:
         return {}
+
+    def training_settings(self) -> dict[str, Any]:
+        """How it was trained, by name, for a model card."""
+        args = self.args
+        return {
+            "learning rate": args.learning_rate,
+            "steps": self.state.global_step,
+            "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
+            "schedule": args.lr_scheduler_type.value,
+            "seed": args.seed,
+        }
 
     # ---- Evaluation ------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from .blocks import Tensors
 from .files import WORKING_FOLDERS, finish_interrupted, sha256_of, write_json
 
 logger = logging.get_logger(__name__)
@@ -144,6 +145,23 @@ def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise InvalidFilesError(f"{path}: it cannot be read ({error}). Download or save it again.") from error
+
+
+def by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors by the first word of their names, which is taken off; all others under the empty word.
+
+    Example:
+        >>> by_first_word({"mean.a.weight": torch.ones(()), "rho": torch.zeros(())}, words=("mean",))
+        {'': {'rho': tensor(0.)}, 'mean': {'a.weight': tensor(1.)}}
+    """
+    parts = {"": {}} | {word: {} for word in words}
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(".")
+        if first in parts:
+            parts[first][rest] = tensor
+        else:
+            parts[""][name] = tensor
+    return parts
 
 
 def hashes_of(folder: str | os.PathLike) -> dict[str, str]:

@@ -82,11 +82,28 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, num_
     _check_num_bins(num_bins)
     confidence = probabilities.max(axis=1)
     right = probabilities.argmax(axis=1) == labels
-    # only the edges between bins, so that 1 and what rounding puts above it are in the last bin; not by `linspace`,
-    # which rounds twice and so can be below a confidence that is exactly b/B
-    bins = np.searchsorted(np.arange(1, num_bins) / num_bins, confidence, side="left")
+    bins = confidence_bins(confidence, num_bins)
     gaps = np.bincount(bins, weights=right - confidence)  # n_b (accuracy_b - confidence_b)
     return float(np.abs(gaps).sum() / len(labels))
+
+
+def confidence_bins(confidence: ArrayLike, num_bins: int) -> np.ndarray:
+    """The bin of each confidence, out of B bins of equal width that hold their upper edges, counted from 0.
+
+        b_i = #{ b in 1 .. B-1 : b/B < confidence_i },    bin b = ( b/B, (b+1)/B ]
+
+    What rounding puts above 1 is in the last bin.
+
+    Args:
+        confidence: numbers in [0, 1].
+        num_bins: B.
+
+    Example:
+        >>> confidence_bins([0.1, 0.2, 0.21, 1.0], num_bins=5)
+        array([0, 0, 1, 4])
+    """
+    # not by `linspace`, which rounds twice and so can be below a confidence that is exactly b/B
+    return np.searchsorted(np.arange(1, num_bins) / num_bins, confidence, side="left")
 
 
 def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:

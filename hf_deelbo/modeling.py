@@ -186,6 +186,21 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(mode)
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters by name, each once (tied weights too), as views without gradient.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> _ = model.bias.requires_grad_(False)
+        >>> list(trainable_parameters(model))
+        ['weight']
+        >>> _ = trainable_parameters(model)["weight"].fill_(3)
+        >>> model.weight.tolist()
+        [[3.0, 3.0]]
+    """
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients of the trainable parameters by name.
 

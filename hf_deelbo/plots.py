@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 
 from .blocks import Tensors
 from .files import as_json, write_whole
+from .metrics import confidence_bins
 from .objective import DEELBo, default_kappa, gaussian_kl, optimal_variance
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior
@@ -134,7 +135,7 @@ def plot_reliability(
     diagram, histogram = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     diagram.plot([0, 1], [0, 1], color="0.4", linewidth=1, label="perfect calibration")
     for (name, rows), style in zip(named.items(), cycle(STYLES), strict=False):
-        share, confidence, accuracy = _calibration(*_checked_predictions(rows, labels), edges)
+        share, confidence, accuracy = _calibration(*_checked_predictions(rows, labels), num_bins)
         gap = np.abs(accuracy - confidence)
         titles.append(f"ECE {(share[share > 0] * gap).sum():.3f}" + (f", {name}" if len(named) > 1 else ""))
         diagram.vlines(confidence, confidence, accuracy, color=style["color"], linewidth=5, alpha=0.3)
@@ -152,11 +153,11 @@ def plot_reliability(
 
 
 def _calibration(
-    probabilities: np.ndarray, labels: np.ndarray, edges: np.ndarray
+    probabilities: np.ndarray, labels: np.ndarray, num_bins: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The share of examples in every bin; mean confidence and accuracy in those that are not empty."""
     confidence, correct = probabilities.max(1), probabilities.argmax(1) == labels
-    bins, num_bins = np.digitize(confidence, edges[1:-1], right=True), len(edges) - 1
+    bins = confidence_bins(confidence, num_bins)
     count = np.bincount(bins, minlength=num_bins)
     sums = [np.bincount(bins, weights, minlength=num_bins) for weights in (confidence, correct)]
     filled = count > 0

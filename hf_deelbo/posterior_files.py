@@ -9,7 +9,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch import nn
 from .batch_norm import Statistics, batch_norm_layers
 from .blocks import Tensors
 from .files import as_json
-from .hub import InvalidFilesError, SavedConfig, hashes_of, load_tensors, public_name, save_tensors
+from .hub import InvalidFilesError, SavedConfig, by_first_word, hashes_of, load_tensors, public_name, save_tensors
 from .modeling import auto_class_of, load_mean
 from .objective import DEELBo
 from .priors import prior_from
@@ -121,7 +121,7 @@ def read_posterior(
     """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files."""
     config = PosteriorConfig.load(folder)
     config.check_files(folder)
-    tensors = _by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm"))
+    tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm"))
     try:
         model = load_mean(folder, config.auto_class, trust_remote_code)
         posterior = _assemble(posterior_class, model, config, tensors)
@@ -219,15 +219,3 @@ def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) ->
     saved = sorted(posterior.sample_statistics)
     if config.sample_seeds != saved:
         raise ValueError(f"sample_seeds: {config.sample_seeds} are stated, {saved} are saved")
-
-
-def _by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors by the first word of their names, which is taken off; all others under the empty word."""
-    parts = {"": {}} | {word: {} for word in words}
-    for name, tensor in tensors.items():
-        first, _, rest = name.partition(".")
-        if first in parts:
-            parts[first][rest] = tensor
-        else:
-            parts[""][name] = tensor
-    return parts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub.dataclasses import strict
 
-from .hub import InvalidFilesError, SavedConfig, hashes_of, load_tensors, save_tensors
+from .hub import InvalidFilesError, SavedConfig, by_first_word, hashes_of, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from .priors import LowRankPrior
@@ -71,11 +71,10 @@ def read_prior(folder: str | os.PathLike, prior_class: type["LowRankPrior"]) -> 
     """The prior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files."""
     config = PriorConfig.load(folder)
     config.check_files(folder)
-    parts = {"mean": {}, "diagonal": {}, "deviations": {}}
     try:
-        for key, tensor in load_tensors(Path(folder) / config.TENSORS_FILE).items():
-            part, _, name = key.partition(".")
-            parts[part][name] = tensor
+        parts = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("mean", "diagonal", "deviations"))
+        if unknown := parts.pop(""):
+            raise KeyError(next(iter(unknown)).partition(".")[0])
         prior = prior_class(**parts, eps=config.eps)
         for name in ("rank", "num_parameters", "trace_inverse", "log_det"):
             stated, value = getattr(config, name), float(getattr(prior, name))

@@ -21,6 +21,7 @@ from transformers import (
 
 from .baselines import MAPConfig, MAPTrainer, Setting, Split
 from .cached_images import CachedImages, resized_images
+from .config import FineTuningConfig
 from .data import (
     EMBEDDED_DATASET,
     ChannelStatistics,
@@ -35,6 +36,7 @@ from .data import (
     load_data,
 )
 from .files import write_json
+from .hub import push_folder
 from .metrics import compute_metrics
 from .modeling import EMBEDDED_MODEL, load_classifier
 
@@ -79,6 +81,10 @@ class DataArguments:
     max_seq_length: int = field(default=128, metadata={"help": "Tokens of a text; more are cut off."})
 
 
+# those of a script: its model, its data, its own options and its training
+Arguments = tuple[ModelArguments, DataArguments, Any, FineTuningConfig]
+
+
 def parse_arguments(
     kinds: Sequence[type],
     argv: Sequence[str],
@@ -88,14 +94,15 @@ def parse_arguments(
     presets: Mapping[str, Mapping[str, Any]],
     output_dir: str,
     singular: Mapping[str, str] | None = None,
-) -> tuple[Any, ...]:
-    """Dataclasses from the command line, or from a JSON or YAML file as the only argument.
+) -> Arguments:
+    """The arguments of a script, from the command line or from a JSON or YAML file as the only argument.
 
     What is not given there comes from the preset that `--preset` names, from `demo` if no dataset is given, from
-    `defaults`, or from the dataclass, in this order.
+    `defaults`, or from the dataclass, in this order. Without a model it is that of the saved prior, to start at its
+    mean, or else the embedded one.
 
     Args:
-        kinds: the dataclasses, `DataArguments` and a `TrainingArguments` among them.
+        kinds: `ModelArguments`, `DataArguments`, the script's own dataclass and a `FineTuningConfig`.
         argv: the command line, without the script's name.
         defaults, demo, presets: values of fields, by name.
         output_dir: where to write, if that is not given.
@@ -109,14 +116,12 @@ def parse_arguments(
     else:
         parsed = parser.parse_args_into_dataclasses(list(argv))
         given = {argument[2:].split("=")[0] for argument in argv if argument.startswith("--")}
-    of_kind = {type(arguments): arguments for arguments in parsed}
-    data = of_kind[DataArguments]
+    model, data, options, config = parsed
     chosen = {"output_dir": output_dir, **defaults}
     if data.dataset_name is None and data.train_dir is None:
         data.dataset_name = EMBEDDED_DATASET
         chosen |= demo
-    preset = next((arguments.preset for arguments in parsed if getattr(arguments, "preset", None)), None)
-    if preset is not None:
+    if preset := getattr(options, "preset", None):
         if preset not in presets:
             raise ValueError(f"preset: unknown preset {preset!r}; there is {', '.join(presets)}.")
         chosen |= presets[preset]
@@ -124,10 +129,12 @@ def parse_arguments(
         for arguments in parsed:
             if hasattr(arguments, name) and not given & {name, (singular or {}).get(name)}:
                 setattr(arguments, name, value)
+    if model.model_name_or_path is None:
+        model.model_name_or_path = config.prior_name_or_path or EMBEDDED_MODEL
     return parsed
 
 
-def claim_output_dir(arguments: Sequence[Any]) -> Path:
+def claim_output_dir(arguments: Arguments) -> Path:
     """The output folder, with the run's arguments in it, without the token; a folder of another run is refused."""
     settings = {}
     for part in arguments:
@@ -282,6 +289,38 @@ class Task:
         self.train = self.unaugmented = as_tokens(rows.train, rows.inputs, rows.label, self.processing_class, length)
         self.test = as_tokens(rows.test, rows.inputs, rows.label, self.processing_class, length)
         self.preprocessing = {"max_seq_length": length}
+
+
+class ScriptRun:
+    """A run of a script: its arguments, its task, and its folder, which no other run may have.
+
+    Args:
+        arguments: as `parse_arguments` returns them.
+
+    Attributes:
+        model, data, options, config: the arguments; the third are the script's own.
+        folder: where to write.
+        task: what to learn.
+    """
+
+    def __init__(self, arguments: Arguments):
+        self.model, self.data, self.options, self.config = arguments
+        self.folder = claim_output_dir(arguments)
+        self.task = Task(self.model, self.data, self.config.disable_tqdm)
+        self.task.configure(self.config)
+
+    def push(self, name: str, commit_message: str) -> None:
+        """Publish what is in the folder under `name`, as `hub_model_id` or by the folder's own name."""
+        config = self.config
+        commit = push_folder(
+            self.folder / name,
+            config.hub_model_id or self.folder.name,
+            commit_message=commit_message,
+            private=config.hub_private_repo,
+            token=config.hub_token,
+            revision=config.hub_revision,
+        )
+        print(f"Published: {commit.commit_url}")
 
 
 def _text_of(path: str) -> str:

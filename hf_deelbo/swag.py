@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from .blocks import Tensors
 from .files import whole_file
+from .hub import by_first_word
 from .priors import LowRankPrior
 
 
@@ -99,11 +100,7 @@ class SWAGMoments:
 
     def load_state_dict(self, state: Tensors) -> None:
         """The inverse of `state_dict`; the tensors are taken over, not copied."""
-        parts: dict[str, dict[str, torch.Tensor]] = {"mean": {}, "m2": {}, "deviations": {}}
-        for key, tensor in state.items():
-            part, _, name = key.partition(".")
-            if part in parts:
-                parts[part][name] = tensor
+        parts = by_first_word(state, ("mean", "m2", "deviations"))
         ranks = {len(tensor) for tensor in parts["deviations"].values()}
         if ranks - {self.num_deviations}:
             raise ValueError(
@@ -111,7 +108,7 @@ class SWAGMoments:
                 "Use the same number as in the saved run."
             )
         self.num_collected = int(state["num_collected"])
-        self.mean, self._m2, self._deviations = parts.values()
+        self.mean, self._m2, self._deviations = parts["mean"], parts["m2"], parts["deviations"]
 
     def save(self, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
         """Write `state_dict` and `metadata` to a safetensors file, which is there as a whole or not at all."""

@@ -424,16 +424,8 @@ class DEELBoTrainer(FineTuningTrainer):
             metrics={name: evaluation.metrics for name, evaluation in self._evaluations.items()},
             num_samples=average.num_samples if average else 0,
             num_test_examples=measured_on and measured_on.num_examples,
-            training={
-                "learning rate": args.learning_rate,
-                "sigma starts at": args.init_sigma,
-                "steps": self.state.global_step,
-                "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-                "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
-                "schedule": args.lr_scheduler_type.value,
-                "gradient norm clipped at": args.max_grad_norm,
-                "seed": args.seed,
-            },
+            training=self.training_settings()
+            | {"sigma starts at": args.init_sigma, "gradient norm clipped at": args.max_grad_norm},
             repo_id=self.hub_model_id,
         )
 

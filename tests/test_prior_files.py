@@ -56,6 +56,15 @@ def test_wrong_values(tmp_path, name, value):
         LowRankPrior.from_pretrained(tmp_path)
 
 
+def test_a_tensor_that_no_prior_has(tmp_path, monkeypatch):
+    prior = make_prior()
+    state = prior.state_dict() | {"scale.a.bias": torch.ones(5)}
+    monkeypatch.setattr(prior, "state_dict", lambda: state)
+    prior.save_pretrained(tmp_path)
+    with pytest.raises(InvalidFilesError, match=r"the files of the prior do not fit each other \('scale'\)"):
+        LowRankPrior.from_pretrained(tmp_path)
+
+
 def test_a_posterior_is_no_prior_and_the_other_way_round(tmp_path):
     make_prior().save_pretrained(tmp_path / "prior")
     model = make_model("vit")

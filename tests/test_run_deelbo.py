@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_deelbo import GaussianPosterior
 from hf_deelbo.data import decode_image
+from hf_deelbo.runs import Task
 from hf_deelbo.selection import Candidate
 
 
@@ -84,6 +85,7 @@ def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
     assert (config.max_steps, config.num_elbo_samples, config.num_eval_samples) == (6000, 10, 0)
 
     task = script.Run(arguments).task
+    assert not config.remove_unused_columns  # a transform reads them
     assert sorted(task.rows.train["label"]) == [0] * 5 + [1] * 5 + [2] * 5
     pixels = [np.asarray(decode_image(value)) for value in task.rows.train["image"]]
     pixels = np.concatenate([p.reshape(-1, 3) for p in pixels]) / 255
@@ -130,7 +132,7 @@ class TestRuns:
         assert learned["lambda_"] == pytest.approx(saved["lambda_"].item())
         model = AutoModelForImageClassification.from_pretrained(outputs / "posterior").eval()
         model_arguments, data_arguments, *_ = script.parse([*arguments, "--use_cpu"])
-        task = script.Task(model_arguments, data_arguments)
+        task = Task(model_arguments, data_arguments)
         batch = torch.stack([row["pixel_values"] for row in task.test])
         labels = torch.tensor(task.test.with_format(None)["labels"][:])
         nll = torch.nn.functional.cross_entropy(model(pixel_values=batch).logits, labels).item()
@@ -198,6 +200,22 @@ class TestRuns:
         later = GaussianPosterior.from_pretrained(f"{second}/posterior")
         for name, mean in later.prior.mean.items():
             assert torch.equal(mean, earlier.backbone[name]), name
+
+    def test_published_it_is_what_is_in_the_folder(
+        self, script, shades, tiny_vit, tmp_path, monkeypatch, loopback_hub, capsys
+    ):
+        monkeypatch.setenv("HF_TOKEN", loopback_hub.add_user("alice"))
+        run(
+            script,
+            monkeypatch,
+            *("--dataset_name", shades, "--model_name_or_path", tiny_vit, "--image_size", "8", "--train_size", "15"),
+            *("--max_steps", "2", "--learning_rate", "0.1", "--output_dir", str(tmp_path / "outputs")),
+            *("--push_to_hub", "--hub_model_id", "alice/shades", "--hub_revision", "v2"),
+        )
+        assert f"Published: {loopback_hub.endpoint}/alice/shades" in capsys.readouterr().out
+        published = GaussianPosterior.from_pretrained("alice/shades", revision="v2")
+        written = GaussianPosterior.from_pretrained(tmp_path / "outputs" / "posterior")
+        assert torch.equal(published.rho, written.rho)
 
     def test_a_broken_test_image_is_named_before_training(self, script, shades, tiny_vit, tmp_path, monkeypatch):
         for split in ("train", "test"):

@@ -44,6 +44,8 @@ def test_a_prior_and_a_target_task_that_starts_from_it(script, shades, tiny_vit,
     assert numbers["variance_on_the_diagonal"] == pytest.approx(flat.mean().item() / 2, rel=1e-6)
     card = ModelCard.load(source / "prior" / "README.md")
     assert "swag" in card.data.tags
+    for row in ("steps | 8", "batch size | 30", "schedule | constant", "seed | 42"):
+        assert f"| {row} |" in card.text
     assert str(tmp_path) not in str(card)
 
     run_deelbo = load_example("run_deelbo")

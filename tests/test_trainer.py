@@ -885,6 +885,21 @@ def test_a_batch_larger_than_the_training_set_is_the_training_set(make_trainer):
     assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == 24
 
 
+def test_the_card_tells_how_it_was_trained(make_trainer):
+    trainer = make_trainer(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=3, seed=5)
+    trainer.train()
+    assert trainer.card_data().training == {
+        "learning rate": 0.1,
+        "sigma starts at": 0.05,
+        "steps": 2,
+        "batch size": 12,
+        "optimizer": "sgd (momentum=0.9,nesterov=True)",
+        "schedule": "cosine",
+        "gradient norm clipped at": 1.0,
+        "seed": 5,
+    }
+
+
 def test_the_state_is_json(make_trainer, tmp_path):
     trainer = make_trainer(logging_steps=1)
     trainer.train()
