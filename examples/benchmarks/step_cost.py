@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--world_sizes", nargs="+", type=int, default=[1, 2], help="of the sweep over processes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
-    parser.add_argument("--output", help="also write the records to this JSON file, by sweep")
+    parser.add_argument("--output", help="also write each record to this JSON file, once it is measured")
     parser.add_argument("--peak_memory_of", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -232,12 +232,13 @@ def main() -> None:
     if arguments.record:
         write_record(arguments)
         return
-    results = {}
-    for sweep in arguments.sweep:
-        results[sweep] = list(SWEEPS[sweep](arguments))
-        print(f"{sweep}:\n\n{tables_of(sweep, results[sweep])}\n", flush=True)
-        if arguments.output:
-            Path(arguments.output).write_text(json.dumps(results, indent=2))
+    results = {sweep: [] for sweep in arguments.sweep}
+    for sweep, records in results.items():
+        for record in SWEEPS[sweep](arguments):
+            records.append(record)
+            if arguments.output:
+                Path(arguments.output).write_text(json.dumps(results, indent=2))
+        print(f"{sweep}:\n\n{tables_of(sweep, records)}\n", flush=True)
 
 
 if __name__ == "__main__":
