@@ -147,6 +147,28 @@ def test_batch(tiny, monkeypatch):
         assert_consistent(record)
 
 
+def test_a_sweep_that_is_stopped_leaves_what_it_has(tiny, tmp_path, monkeypatch):
+    output = tmp_path / "cost.json"
+    measured = iter([{"model": "one"}])
+    monkeypatch.setattr(step_cost, "measure_steps", lambda *args: next(measured))
+    command = ["step_cost.py", "--sweep", "batch", "--models", "bert", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(RuntimeError):  # a generator's StopIteration
+        step_cost.main()
+    assert json.loads(output.read_text()) == {"batch": [{"model": "one"}]}
+
+
+def test_the_command_prints_what_it_writes(tiny, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "cost.json"
+    command = ["step_cost.py", "--sweep", "size", "--models", "bert", "--rounds", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(output)])
+    step_cost.main()
+    (record,) = json.loads(output.read_text())["size"]
+    printed = capsys.readouterr().out
+    assert f"{record['ratios']['deelbo/plain'][1]:.3f} (" in printed
+    assert f"{record['own_work']['ratio'][1]:.3f} (" in printed
+
+
 @pytest.mark.slow
 def test_processes(tmp_path):
     output = tmp_path / "cost.json"
