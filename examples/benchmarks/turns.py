@@ -1,0 +1,196 @@
+"""Seconds of training steps and of their parts, by methods that take turns, so that a busy machine slows all alike."""
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from workloads import Workload
+
+from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
+from hf_deelbo.modeling import gradients_of, head_parameter_names
+
+METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
+PTYL_RANK = 5
+
+
+class StepTimer(TrainerCallback):
+    """Seconds from the start of each step to its end, lambda and tau's update included."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs) -> None:
+        """Stop it."""
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+class PhaseTimer:
+    """Seconds spent in the parts of what a DE ELBo step adds."""
+
+    def __init__(self, posterior: GaussianPosterior):
+        self.seconds = defaultdict(list)
+        posterior.update_prior_variances = self._timed(posterior.update_prior_variances, "lambda, tau and KL")
+        posterior.complete_gradients = self._timed(posterior.complete_gradients, "<g, eps>, KL's gradient, restore")
+        sampled = posterior.sampled
+
+        @contextmanager
+        def timed_sampled(*key: int, **kwargs) -> Iterator[None]:
+            start = time.perf_counter()
+            with sampled(*key, **kwargs):
+                self.seconds["copy w_bar, draw and add the noise"].append(time.perf_counter() - start)
+                yield
+
+        posterior.sampled = timed_sampled
+
+    def _timed(self, function: Callable, phase: str) -> Callable:
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[phase].append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+
+def make_trainer(
+    method: str,
+    workload: Workload,
+    batch_size: int,
+    steps: int,
+    folder: str,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Trainer:
+    """A trainer of `steps` steps at a time, each on the same `batch_size` examples over all processes."""
+    torch.manual_seed(0)
+    model, examples = workload.make_model(), workload.examples(batch_size)
+    config_class = TrainingArguments if method == "plain" else DEELBoConfig
+    args = config_class(
+        output_dir=folder,
+        max_steps=steps,
+        optim="sgd",
+        optim_args="momentum=0.9,nesterov=True",
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    args.per_device_train_batch_size, rest = divmod(batch_size, args.world_size)
+    if rest:
+        raise ValueError(f"batch_size: {batch_size} examples cannot be shared by {args.world_size} processes.")
+    options = {"train_dataset": examples, "data_collator": workload.collate, "callbacks": list(callbacks)}
+    if method == "plain":
+        trainer = Trainer(model, args, **options)
+    else:
+        prior = low_rank_prior(model) if method == "ptyl" else None
+        trainer = DEELBoTrainer(model, args, **options, prior=prior)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def low_rank_prior(model: PreTrainedModel) -> LowRankPrior:
+    """Of rank 5, around the model's weights."""
+    head = set(head_parameter_names(model))
+    mean = {name: p.detach().clone() for name, p in model.named_parameters() if name not in head}
+    diagonal = {name: 1e-4 * torch.rand_like(p) for name, p in mean.items()}
+    deviations = {name: 1e-2 * torch.randn(PTYL_RANK, *p.shape) for name, p in mean.items()}
+    return LowRankPrior(mean, diagonal, deviations)
+
+
+def measure_steps(
+    workload: Workload, rounds: int, steps: int, batch_size: int | None = None, methods: Sequence[str] = METHODS[:2]
+) -> dict:
+    """Seconds of a step of each method, after a round to warm up, and of the parts of what is added to the plain one.
+
+    Returns:
+        A record of JSON types. `seconds` has the median of each round, by method; the ratio is the median of the
+        rounds' ratios, as the parts of a round ran one after the other.
+    """
+    batch_size = batch_size or workload.batch_size
+    timers = {method: StepTimer() for method in methods}
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {
+            method: make_trainer(method, workload, batch_size, steps, folder, [timer])
+            for method, timer in timers.items()
+        }
+        phases = {method: PhaseTimer(trainers[method].posterior) for method in methods[1:]}
+        for round_ in range(rounds + 1):
+            for trainer in trainers.values():
+                trainer.train()
+            if round_ == 0:
+                for timer in (*timers.values(), *phases.values()):
+                    timer.seconds.clear()
+    seconds = {
+        method: [statistics.median(timer.seconds[i : i + steps]) for i in range(0, rounds * steps, steps)]
+        for method, timer in timers.items()
+    }
+    posterior = trainers["deelbo"].posterior
+    overheads = [deelbo - plain for deelbo, plain in zip(seconds["deelbo"], seconds["plain"], strict=True)]
+    return {
+        "model": workload.name,
+        "num_parameters": posterior.num_parameters,
+        "batch_size": batch_size,
+        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "threads": torch.get_num_threads(),
+        "target": workload.target if batch_size == workload.batch_size else None,
+        "seconds": seconds,
+        "ratios": {
+            f"{method}/{other}": quartiles_of_ratio(seconds[method], seconds[other])
+            for other, method in pairwise(methods)
+        },
+        "overhead_ns_per_parameter": 1e9 * statistics.median(overheads) / posterior.num_parameters,
+        "phases": {
+            method: {phase: statistics.median(values) for phase, values in timer.seconds.items()}
+            for method, timer in phases.items()
+        },
+    }
+
+
+def measure_posterior(workload: Workload, rounds: int) -> dict:
+    """Seconds of the posterior's own work of a step, and of one `normal_` draw and one SGD update of D numbers.
+
+    There is no forward or backward pass: the gradients are random numbers.
+    """
+    torch.manual_seed(0)
+    model = workload.make_model()
+    posterior = GaussianPosterior(model, head_parameter_names(model), num_examples=workload.batch_size)
+    for gradient in gradients_of(model).values():
+        gradient.normal_()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=1e-3, momentum=0.9, nesterov=True)
+    noise = torch.empty(posterior.num_parameters)
+
+    def own_work() -> None:
+        posterior.update_prior_variances()
+        with posterior.sampled(0):
+            posterior.complete_gradients()
+
+    parts = {"posterior": own_work, "draw": noise.normal_, "sgd": optimizer.step}
+    seconds = {part: [] for part in parts}
+    for round_ in range(rounds + 1):
+        for part, function in parts.items():
+            start = time.perf_counter()
+            function()
+            if round_ > 0:
+                seconds[part].append(time.perf_counter() - start)
+    reference = [draw + sgd for draw, sgd in zip(seconds["draw"], seconds["sgd"], strict=True)]
+    return {"seconds": seconds, "ratio": quartiles_of_ratio(seconds["posterior"], reference)}
+
+
+def quartiles_of_ratio(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of one method's seconds to another's, round by round; the one in the middle is the median."""
+    ratios = torch.tensor(seconds, dtype=torch.float64) / torch.tensor(others, dtype=torch.float64)
+    return ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()

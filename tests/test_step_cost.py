@@ -1,0 +1,195 @@
+"""The benchmark of a step's cost measures what it says."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from functools import wraps
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ResNetConfig, ResNetForImageClassification, Trainer
+
+from hf_deelbo import GaussianPosterior
+
+FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+import step_cost  # noqa: E402
+import turns  # noqa: E402
+import workloads  # noqa: E402
+
+SLEEP = 0.3  # longer than any step here
+
+
+def tiny_resnet() -> ResNetForImageClassification:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1]}
+    return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=workloads.NUM_LABELS))
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> dict[str, workloads.Workload]:
+    """Tiny workloads, which the sweeps find by name."""
+    tiny = [
+        workloads.images("resnet", tiny_resnet, batch_size=4, size=8),
+        workloads.bert("bert", layers=1, hidden=32, batch_size=2, tokens=4, vocabulary=20),
+    ]
+    tiny = {workload.name: workload for workload in tiny}
+    monkeypatch.setattr(step_cost, "WORKLOADS", tiny)
+    return tiny
+
+
+def arguments(**kwargs) -> Namespace:
+    return Namespace(**({"models": None, "batch_sizes": [2, 4], "rounds": 1, "steps": 1} | kwargs))
+
+
+def sleep_in(monkeypatch, owner: type, method: str, times: int | None = None) -> None:
+    """In each call of the method, or in the first so many."""
+    function = getattr(owner, method)
+    calls = count()
+
+    @wraps(function)
+    def sleepy(*args, **kwargs):
+        if times is None or next(calls) < times:
+            time.sleep(SLEEP)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, sleepy)
+
+
+def assert_consistent(record: dict) -> None:
+    """Its figures follow from its seconds."""
+    plain, deelbo = record["seconds"]["plain"], record["seconds"]["deelbo"]
+    ratios = [d / p for d, p in zip(deelbo, plain, strict=True)]
+    assert record["ratios"]["deelbo/plain"][1] == pytest.approx(statistics.median(ratios))
+    overheads = [1e9 * (d - p) / record["num_parameters"] for d, p in zip(deelbo, plain, strict=True)]
+    assert record["overhead_ns_per_parameter"] == pytest.approx(statistics.median(overheads))
+    json.dumps(record, allow_nan=False)
+
+
+def num_trainable(workload: workloads.Workload) -> int:
+    return sum(p.numel() for p in workload.make_model().parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("phase", ["update_prior_variances", "complete_gradients"])
+def test_a_step_has_all_that_is_added_in_it(tiny, monkeypatch, phase):
+    sleep_in(monkeypatch, GaussianPosterior, phase)
+    record = turns.measure_steps(tiny["bert"], rounds=2, steps=1)
+    assert_consistent(record)
+    assert len(record["seconds"]["deelbo"]) == 2
+    assert min(record["seconds"]["deelbo"]) > SLEEP > min(record["seconds"]["plain"])
+    assert max(record["phases"]["deelbo"].values()) > SLEEP
+
+
+def test_the_warm_up_is_not_counted(tiny, monkeypatch):
+    sleep_in(monkeypatch, Trainer, "training_step", times=2)  # the first of both methods
+    seconds = turns.measure_steps(tiny["bert"], rounds=1, steps=1)["seconds"]
+    assert max(*seconds["plain"], *seconds["deelbo"]) < SLEEP
+
+
+def test_models(tiny, monkeypatch):
+    monkeypatch.setattr(step_cost, "measure_memory", lambda name: {"plain": 2**20, "deelbo": 2**21, "ptyl": 2**22})
+    (record,) = step_cost.sweep_models(arguments(models=["resnet"]))
+    assert_consistent(record)
+    assert record["ratios"]["ptyl/deelbo"][1] == pytest.approx(
+        record["seconds"]["ptyl"][0] / record["seconds"]["deelbo"][0]
+    )
+    assert record["phases"].keys() == {"deelbo", "ptyl"}
+    size = 4 * num_trainable(tiny["resnet"])
+    row = step_cost.row_of_memory(record)
+    assert row["DE ELBo over plain and L2-SP's mu"].startswith(f"{2**20 / size - 1:.2f} D floats")
+    assert row["PTYL over L2-SP"].startswith(f"{2**21 / size:.2f} D floats")
+
+
+def test_size(tiny, monkeypatch):
+    monkeypatch.setattr(step_cost, "BY_SIZE", tiny.values())
+    records = list(step_cost.sweep_size(arguments()))
+    for record, workload in zip(records, tiny.values(), strict=True):
+        assert_consistent(record)
+        assert record["num_parameters"] == num_trainable(workload)
+        seconds = record["own_work"]["seconds"]
+        expected = seconds["posterior"][0] / (seconds["draw"][0] + seconds["sgd"][0])
+        assert record["own_work"]["ratio"] == pytest.approx([expected] * 3)
+    assert f"| {num_trainable(tiny['bert']):,} " in step_cost.tables_of("size", records)
+
+
+def test_the_models_by_size_are_from_1_to_110_million_parameters():
+    with torch.device("meta"):
+        sizes = [num_trainable(workload) for workload in workloads.BY_SIZE]
+    assert [round(size / 1e6) for size in sizes] == [1, 4, 23, 60, 109]
+
+
+@pytest.mark.parametrize("phase", ["update_prior_variances", "_complete_part"])
+def test_the_own_work_is_that_of_a_step(tiny, monkeypatch, phase):
+    sleep_in(monkeypatch, GaussianPosterior, phase)
+    seconds = turns.measure_posterior(tiny["bert"], rounds=2)["seconds"]
+    assert min(seconds["posterior"]) > SLEEP > min(seconds["draw"] + seconds["sgd"])
+    assert [len(values) for values in seconds.values()] == [2, 2, 2]
+
+
+def test_batch(tiny, monkeypatch):
+    seen = []
+    forward = ResNetForImageClassification.forward
+
+    @wraps(forward)
+    def spy(self, pixel_values, **kwargs):
+        seen.append((len(pixel_values), pixel_values.is_contiguous(memory_format=torch.channels_last)))
+        return forward(self, pixel_values, **kwargs)
+
+    monkeypatch.setattr(ResNetForImageClassification, "forward", spy)
+    records = list(step_cost.sweep_batch(arguments(models=["resnet"])))
+    assert [record["batch_size"] for record in records] == [2, 4]
+    assert seen == [(2, True)] * 4 + [(4, True)] * 4  # two methods, one round and the warm-up
+    for record in records:
+        assert_consistent(record)
+
+
+def test_a_sweep_that_is_stopped_leaves_what_it_has(tiny, tmp_path, monkeypatch):
+    output = tmp_path / "cost.json"
+    measured = iter([{"model": "one"}])
+    monkeypatch.setattr(step_cost, "measure_steps", lambda *args: next(measured))
+    command = ["step_cost.py", "--sweep", "batch", "--models", "bert", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(RuntimeError):  # a generator's StopIteration
+        step_cost.main()
+    assert json.loads(output.read_text()) == {"batch": [{"model": "one"}]}
+
+
+def test_the_command_prints_what_it_writes(tiny, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "cost.json"
+    command = ["step_cost.py", "--sweep", "size", "--models", "bert", "--rounds", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(output)])
+    step_cost.main()
+    (record,) = json.loads(output.read_text())["size"]
+    printed = capsys.readouterr().out
+    assert f"{record['ratios']['deelbo/plain'][1]:.3f} (" in printed
+    assert f"{record['own_work']['ratio'][1]:.3f} (" in printed
+
+
+@pytest.mark.slow
+def test_processes(tmp_path):
+    output = tmp_path / "cost.json"
+    command = [sys.executable, FOLDER / "step_cost.py", "--sweep", "processes", "--models", "bert-1m"]
+    command += ["--rounds", "2", "--steps", "1", "--output", output]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    records = json.loads(output.read_text())["processes"]
+    assert [record["world_size"] for record in records] == [1, 2]
+    assert [record["batch_size"] for record in records] == [8, 8]
+    assert records[1]["threads"] == max(1, records[0]["threads"] // 2)
+    for record in records:
+        assert_consistent(record)
+        assert f"{record['ratios']['deelbo/plain'][1]:.3f}" in printed
+
+
+def test_a_batch_that_processes_cannot_share(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(turns.TrainingArguments, "world_size", 3)
+    with pytest.raises(ValueError, match="batch_size: 4 examples cannot be shared by 3 processes"):
+        turns.make_trainer("plain", tiny["resnet"], 4, 1, str(tmp_path))
+
+
+def test_a_table_is_markdown():
+    lines = step_cost.table([{"a": "1", "long": "2"}, {"a": "333", "long": "4"}]).splitlines()
+    assert lines == ["| a   | long |", "| --- | ---- |", "| 1   | 2    |", "| 333 | 4    |"]
