@@ -227,6 +227,7 @@ class FineTuningTrainer(Trainer):
             "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
             "schedule": args.lr_scheduler_type.value,
+            "gradient norm clipped at": args.max_grad_norm,
             "seed": args.seed,
         }
 

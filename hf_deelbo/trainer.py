@@ -82,7 +82,6 @@ class DEELBoTrainer(FineTuningTrainer):
         super()._refuse_unsupported()
         args = self.args
         if self._is_sharded() and args.push_to_hub and args.hub_strategy != HubStrategy.END:
-            strategy = args.hub_strategy.value
             raise ValueError(
                 'hub_strategy: must be "end" for a sharded model, which is not pushed in training; got '
                 f"{args.hub_strategy.value!r}."
@@ -424,8 +423,7 @@ class DEELBoTrainer(FineTuningTrainer):
             metrics={name: evaluation.metrics for name, evaluation in self._evaluations.items()},
             num_samples=average.num_samples if average else 0,
             num_test_examples=measured_on and measured_on.num_examples,
-            training=self.training_settings()
-            | {"sigma starts at": args.init_sigma, "gradient norm clipped at": args.max_grad_norm},
+            training={"sigma starts at": args.init_sigma} | self.training_settings(),
             repo_id=self.hub_model_id,
         )
 
