@@ -34,6 +34,7 @@ from hf_deelbo.reports import (
     cost_table,
     markdown_table,
     mean_curve,
+    preferred_starts,
     quality_table,
     rows_of,
     search_curve,
@@ -80,7 +81,7 @@ def write_report(results: Path, readme: Path) -> None:
 
 def section(rows: list[Row], folder: Path) -> str:
     """Tables and figures of the methods on one task."""
-    parts = [f"## {title(rows[0])}", quality_table(rows), cost_table(rows)]
+    parts = [f"## {title(rows[0])}", quality_table(rows), *preferred_starts(rows), cost_table(rows)]
     name = file_name(rows[0])
     for prior, of_prior in groupby(rows, key=lambda row: row.config["prior"]):
         of_prior = list(of_prior)
@@ -127,11 +128,13 @@ def summary(rows: list[Row]) -> str:
     """For the README."""
     if not rows:
         return "No results yet: `python examples/study.py --preset digits`, then `make report`."
-    machines = sorted(
-        {f"{m['cores']} cores, torch {m['torch']}" for row in rows for m in (x["machine"] for x in row.lines)}
-    )
-    text = "All tables, figures and lines are in [examples/results](examples/results/REPORT.md); machine: "
-    return f"{comparison_table(rows)}\n\n{text}{'; '.join(machines)}."
+    lines = [line for row in rows for line in row.lines]
+    machines = {tuple(line["machine"][name] for name in ("cores", "threads", "torch")) for line in lines}
+    where = "; ".join("{} cores, {} for a run, torch {}".format(*machine) for machine in sorted(machines))
+    days = sorted({line["date"] for line in lines})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    text = "All tables, figures and lines are in [examples/results](examples/results/REPORT.md)"
+    return f"{comparison_table(rows)}\n\n{text}; {when}, on {where}."
 
 
 # ---- Figures --------------------------------------------------------------------------------------------------------

@@ -195,6 +195,7 @@ def dry_run(runs: Sequence[StudyRun], places: Places, results: Path) -> None:
 def rerun(line: dict[str, Any], places: Places) -> dict[str, Any]:
     """Carry out a line again, from nothing, and print both."""
     run = StudyRun.from_config(line["config"])
+    torch.set_num_threads(line["machine"]["threads"])  # sums over threads differ in their last bit, and runs with them
     with tempfile.TemporaryDirectory() as folder:
         again = carry_out(run, replace(places, work_dir=folder))
     print("noted:", described(run, line))

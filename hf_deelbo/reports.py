@@ -5,7 +5,7 @@ Every row names the lines it was made of, by their ids.
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +57,17 @@ class Row:
         """The same without the prior."""
         config = self.config
         parts = [METHODS[config["method"]]]
-        if len(config.get("init_sigmas", ())) > 0:
-            parts.append("sigma from " + " or ".join(f"{sigma:g}" for sigma in config["init_sigmas"]))
+        if self.start:
+            parts.append(self.start)
         if config.get("learning_rates", list(LEARNING_RATES)) != list(LEARNING_RATES):
             parts.append("learning rate " + " or ".join(f"{rate:g}" for rate in config["learning_rates"]))
         return ", ".join(parts)
+
+    @property
+    def start(self) -> str:
+        """Where sigma starts, of the DE ELBo."""
+        sigmas = self.config.get("init_sigmas", ())
+        return "sigma from " + " or ".join(f"{sigma:g}" for sigma in sigmas) if sigmas else ""
 
     @property
     def ids(self) -> str:
@@ -172,6 +178,29 @@ def cost_table(rows: Sequence[Row]) -> str:
         body.append([row.name, *costs, *fewer, row.ids])
     header = ["method", "runs", "seconds", "seconds of a run", "times fewer runs", "times fewer seconds", "lines"]
     return markdown_table(header, body)
+
+
+def preferred_starts(rows: Sequence[Row]) -> list[str]:
+    """Of rows that differ in nothing but where sigma starts, on how many training sets J is highest for which."""
+    groups = defaultdict(list)
+    for row in rows:
+        if "init_sigmas" in row.config:
+            rest = {name: value for name, value in row.config.items() if name != "init_sigmas"}
+            groups[repr(sorted(rest.items()))].append(row)
+    sentences = []
+    for group in groups.values():
+        shared = set.intersection(*(row.sets for row in group))
+        if len(group) < 2 or not shared:
+            continue
+        best = Counter(_highest_j(group, seed).start for seed in sorted(shared))
+        chosen = ", ".join(f"{start} on {count}" for start, count in best.most_common())
+        name = f"{PRIORS[group[0].config['prior']]}, {METHODS[group[0].config['method']]}"
+        sentences.append(f"{name}: of {len(shared)} training sets, J is highest with {chosen}.")
+    return sentences
+
+
+def _highest_j(rows: Sequence[Row], subset_seed: int) -> Row:
+    return max(rows, key=lambda row: row.on({subset_seed}).de_elbos[0])
 
 
 # ---- Against the grid -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Runs of a study: what each is, what it measures, and the file that holds one line for each.
 
-A line is a JSON object: `id` (the hash of `config`), `config`, `commit`, `machine`, the cost (`runs`, `seconds`), the
-`choice` that was made and the `trials` behind it, the `test` metrics and, of the DE ELBo, what it `learned`.
+A line is a JSON object: `id` (the hash of `config`), `config`, `date`, `commit`, `machine`, the cost (`runs`,
+`seconds`), the `choice` that was made and the `trials` behind it, the `test` metrics and, of the DE ELBo, what it
+`learned`.
 """
 
 import hashlib
@@ -198,7 +199,8 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
     """Train, choose and test; the line to note. Called again after it was killed, it goes on where it was."""
     task = _task(run, places)
     numbers = _carry_out_map(run, task, places) if run.is_map else _carry_out_deelbo(run, task, places)
-    about = {"id": run.id, "config": run.config, "commit": _commit(), "machine": machine()}
+    about = {"id": run.id, "config": run.config, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    about |= {"commit": _commit(), "machine": machine()}
     sizes = {"num_classes": len(task.class_names), "num_test_examples": len(task.test)}
     return as_json(about | sizes | numbers)
 

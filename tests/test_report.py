@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_deelbo.reports import compare, comparison_table, cost_table, mean_curve, quality_table, rows_of, search_curve
+from hf_deelbo.reports import (
+    compare,
+    comparison_table,
+    cost_table,
+    mean_curve,
+    preferred_starts,
+    quality_table,
+    rows_of,
+    search_curve,
+)
 from hf_deelbo.studies import StudyRun
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "report.py"
@@ -42,15 +51,16 @@ TRIALS = [trial(1.2, 0.3, 7), trial(0.6, 0.6, 10), trial(0.5, 0.55, 11), trial(N
 
 def line(method: str, seed: int, runs: float, seconds: float, **accuracies_and_nlls) -> dict:
     """A line as `studies.carry_out` makes it; `mean=(accuracy, nll)` and so forth."""
-    changes = (
-        {"learning_rates": (0.1,), "kappa": accuracies_and_nlls.pop("kappa")} if method == "deelbo-single" else {}
-    )
+    changes = {name: accuracies_and_nlls.pop(name) for name in ("kappa", "init_sigmas") if name in accuracies_and_nlls}
+    if method == "deelbo-single":
+        changes["learning_rates"] = (0.1,)
+    j = accuracies_and_nlls.pop("de_elbo", -200.0 - seed / 100)
     run = StudyRun("cifar10", 100, seed, method, **changes)
     fit = {"mahalanobis": 5.0, "trace_inverse": 500.0, "log_det": 0.0, "num_parameters": 500}
     sigma, nll = (0.3, 2.3) if method == "elbo" else (0.05, 0.1)
     kappa = 1.0 if method == "elbo" else run.kappa if run.kappa != "auto" else 10.0
     of_deelbo = {
-        "de_elbo": {"de_elbo": -200.0 - seed / 100},
+        "de_elbo": {"de_elbo": j},
         "learned": {"lambda_": 1e-3, "tau": 1e-2, "sigma": sigma, "kappa": kappa},
         "posterior": {"name": method, "nll": nll, "sigma": sigma, "backbone": fit, "head": fit, "num_examples": 100},
     }
@@ -58,6 +68,7 @@ def line(method: str, seed: int, runs: float, seconds: float, **accuracies_and_n
         "id": run.id,
         "config": run.config,
         "commit": "0123456789",
+        "date": "2026-01-02",
         "machine": {"device": "cpu", "cores": 2, "threads": 1, "torch": "2.15.0", "python": "3.12.0"},
         "num_classes": 10,
         "num_test_examples": 2000,
@@ -95,6 +106,19 @@ def cells(table: str) -> dict[str, list[str]]:
 
 
 class TestTables:
+    def test_where_j_wants_sigma_to_start(self):
+        values = {1e-4: (-30, -20, -10), 1e-2: (-20, -30, -9)}  # of three sets, the second prefers 1e-4
+        lines = [
+            line("deelbo-full", seed, 4, 400, mean=(0.4, 2.0), init_sigmas=(sigma,), de_elbo=j)
+            for sigma, js in values.items()
+            for seed, j in zip((1001, 2001, 3001), js, strict=True)
+        ]
+        (sentence,) = preferred_starts(rows_of(lines + HALVING + GRID))
+        assert sentence == (
+            "L2-SP, DE ELBo, all in full: of 3 training sets, J is highest with sigma from 0.01 on 2, "
+            "sigma from 0.0001 on 1."
+        )
+
     def test_quality(self):
         table = cells(quality_table(rows_of(HALVING + PLAIN + GRID)))
         grid = table["L2-SP, MAP, grid search"]
