@@ -5,7 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -44,17 +44,21 @@ class Block(NamedTuple):
 
 def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
     """Some rows of a tensor; a number is its own and only row."""
-    return tensor[rows] if tensor.dim() else tensor
+    return tensor if rows.stop - rows.start == _num_rows(tensor) else tensor[rows]
 
 
-def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """All numbers in one vector; a view if there is one contiguous tensor.
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def inner_product(one: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the products of all numbers.
 
     Example:
-        >>> flattened([torch.ones(1, 2), torch.zeros(1)])
-        tensor([1., 1., 0.])
+        >>> inner_product([torch.ones(1, 2), torch.ones(1)], [torch.ones(1, 2), torch.full((1,), 3.0)])
+        tensor(5.)
     """
-    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
+    return torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)]).sum()
 
 
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
@@ -72,23 +76,29 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
     if size is None:
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
         size = BLOCK_SIZE if on_cpu else sys.maxsize
+    here = ((name, tensor.shape, first_row(tensor), _num_rows(local(tensor))) for name, tensor in tensors.items())
+    return list(_blocks_of(tuple(here), size))
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(tensors: tuple[tuple[str, torch.Size, int, int], ...], size: int) -> tuple[Block, ...]:
+    """From names, whole shapes, and the first row and the number of rows that are here: the same at each step."""
     blocks, pieces, filled = [], [], 0
-    for name, tensor in tensors.items():
-        num_rows = len(local(tensor)) if tensor.dim() else 1
-        row_size, step = tensor.shape[1:].numel(), rows_of_a_piece(tensor, size)
-        cuts = [0, *range(step - first_row(tensor) % step, num_rows, step), num_rows] if num_rows else []
+    for name, shape, first, num_rows in tensors:
+        row_size, step = shape[1:].numel(), rows_of_a_piece(shape, size)
+        cuts = [0, *range(step - first % step, num_rows, step), num_rows] if num_rows else []
         for start, stop in pairwise(cuts):
             pieces.append(Piece(name, slice(start, stop)))
             filled += (stop - start) * row_size
             if filled + row_size > size:
                 blocks.append(Block(tuple(pieces)))
                 pieces, filled = [], 0
-    return [*blocks, Block(tuple(pieces))] if pieces else blocks
+    return (*blocks, Block(tuple(pieces))) if pieces else tuple(blocks)
 
 
-def rows_of_a_piece(tensor: torch.Tensor, size: int = BLOCK_SIZE) -> int:
+def rows_of_a_piece(shape: torch.Size, size: int = BLOCK_SIZE) -> int:
     """How many rows of a tensor make about `size` numbers, at least one."""
-    return max(1, size // max(1, tensor.shape[1:].numel()))
+    return max(1, size // max(1, shape[1:].numel()))
 
 
 def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ def _standard_normal(tensor: torch.Tensor, key: str, rows: slice, on_cpu: bool) 
     if tensor.dim() == 0:
         return _draw(tensor, (), f"{key}/0", on_cpu)
     first, last = (first_row(tensor) + row for row in (rows.start, rows.stop))
-    step, parts = rows_of_a_piece(tensor), []
+    step, parts = rows_of_a_piece(tensor.shape), []
     for start in range(first // step * step, last, step):
         stop = min(start + step, tensor.shape[0])
         drawn = _draw(tensor, (stop - start, *tensor.shape[1:]), f"{key}/{start}", on_cpu)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
-from .blocks import Block, Tensors, add_scaled_, blocks_of, flattened, on_all_cores
+from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
@@ -85,12 +85,13 @@ class GaussianPosterior(Shareable):
             raise ValueError(f"init_sigma: must be a positive number, got {init_sigma}.")
         self.model = model
         self._head_names = frozenset(head_names)
+        self._is_sharded = mesh_of(dict(model.named_parameters())) is not None
         parameters = self.parameters()
         self._names = parameters.keys()
         _check_parameters(parameters, self._head_names)
         self.prior = prior or IsotropicPrior.l2_sp(self.backbone)
         self.prior.check_matches(self.backbone)
-        if mesh_of(parameters) is not None:
+        if self._is_sharded:
             self.prior = prior_from(self.prior.config, self.prior.state_dict(), self.backbone)
         self.head_prior = IsotropicPrior.l2_zero(self.head)
         self.num_parameters = self.prior.num_parameters + self.head_prior.num_parameters
@@ -110,7 +111,8 @@ class GaussianPosterior(Shareable):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
-        reshard(self.model)
+        if self._is_sharded:
+            reshard(self.model)
         return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
@@ -193,7 +195,8 @@ class GaussianPosterior(Shareable):
             on_all_cores(keep_mean_and_add_noise, blocks_of(weights))
             yield
         finally:
-            weights = self.parameters()  # anew: FSDP2 may move them in its first forward pass
+            if self._is_sharded:
+                weights = self.parameters()  # FSDP2 may have moved them in its first forward pass
             if self.is_sampled:
                 on_all_cores(restore_mean, kept)
                 self.is_sampled = False
@@ -217,16 +220,16 @@ class GaussianPosterior(Shareable):
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
         weights, gradients = self.parameters(), gradients_of(self.model)
-        inner_product = kl_gradient = torch.zeros_like(sigma)
+        product = kl_gradient = torch.zeros_like(sigma)
         for prior, variance in ((self.prior, self.lambda_), (self.head_prior, self.tau)):
             if prior.num_parameters:
                 pull = kl_weight / variance
-                inner_product = inner_product + self._complete_part(weights, gradients, prior, pull)
+                product = product + self._complete_part(weights, gradients, prior, pull)
                 kl_gradient = kl_gradient + kl_gradient_of_sigma(
                     sigma, variance, trace_inverse=prior.trace_inverse, num_parameters=prior.num_parameters
                 )
         dsigma_drho = torch.sigmoid(self.rho)
-        self.rho.grad = (inner_product / sigma + kl_weight * kl_gradient) * dsigma_drho
+        self.rho.grad = (product / sigma + kl_weight * kl_gradient) * dsigma_drho
         self.is_sampled = False
 
     def _complete_part(
@@ -239,13 +242,13 @@ class GaussianPosterior(Shareable):
         def complete(block: Block) -> torch.Tensor:
             w, w_bar, g = block.of(weights), block.of(means), block.of(gradients)
             torch._foreach_sub_(w, w_bar)
-            inner_product = torch.dot(flattened(w), flattened(g))
+            product = inner_product(w, g)
             add_scaled_(g, precision_product(block), pull)
             torch._foreach_copy_(w, w_bar)
-            return inner_product
+            return product
 
-        inner_products = [term.to(pull.dtype) for term in on_all_cores(complete, blocks_of(means))]
-        return total(inner_products, means, torch.zeros_like(pull))
+        products = [product.to(pull.dtype) for product in on_all_cores(complete, blocks_of(means))]
+        return total(products, means, torch.zeros_like(pull))
 
     # ---- Using it --------------------------------------------------------------------------------------------------
 
@@ -314,7 +317,7 @@ class GaussianPosterior(Shareable):
     def sample_model(self, seed: int) -> nn.Module:
         """A copy of the model, in eval mode, that holds the weight sample `seed` and its batch-norm statistics."""
         _check_count("seed", seed)
-        if mesh_of(self.parameters()) is not None:
+        if self._is_sharded:
             raise ValueError("sample_model: a sharded model cannot be copied. Save the posterior and load it whole.")
         self._check_statistics([seed])
         with self.evaluated_at(seed):
