@@ -19,7 +19,7 @@ from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_al
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
-from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode
+from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode, trainable_parameters
 from .noise import add_noise_to_block_
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
@@ -113,7 +113,7 @@ class GaussianPosterior(Shareable):
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
         if self._is_sharded:
             reshard(self.model)
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return trainable_parameters(self.model)
 
     @property
     def backbone(self) -> dict[str, torch.Tensor]:

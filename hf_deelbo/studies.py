@@ -2,7 +2,7 @@
 
 A line is a JSON object: `id` (the hash of `config`), `config`, `date`, `commit`, `machine`, the cost (`runs`,
 `seconds`), the `choice` that was made and the `trials` behind it, the `test` metrics and, of the DE ELBo, what it
-`learned`.
+`learned`; with PTYL's prior also the hash of that (`ptyl_prior`).
 """
 
 import hashlib
@@ -38,9 +38,11 @@ from .config import DEELBoConfig
 from .data import EMBEDDED_DATASET
 from .files import as_json, write_whole
 from .fine_tuning import FineTuningTrainer
+from .hub import fetch
 from .metrics import named_metrics
 from .modeling import EMBEDDED_MODEL
 from .plots import FixedPosterior
+from .prior_files import PriorConfig
 from .runs import DataArguments, ModelArguments, Task
 from .selection import HALVING_BUDGET, Candidate, select
 from .trainer import DEELBoTrainer
@@ -201,6 +203,9 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
     numbers = _carry_out_map(run, task, places) if run.is_map else _carry_out_deelbo(run, task, places)
     about = {"id": run.id, "config": run.config, "date": time.strftime("%Y-%m-%d", time.gmtime())}
     about |= {"commit": _commit(), "machine": machine()}
+    if run.prior == "ptyl":
+        saved = PriorConfig.load(fetch(places.ptyl_prior, PriorConfig, only_config=True))
+        about["ptyl_prior"] = saved.sha256[PriorConfig.TENSORS_FILE]
     sizes = {"num_classes": len(task.class_names), "num_test_examples": len(task.test)}
     return as_json(about | sizes | numbers)
 

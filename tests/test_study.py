@@ -1,14 +1,17 @@
 """A study: its matrix, its lines, and that it can be stopped anywhere."""
 
+import hashlib
 import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from conftest import low_rank_prior
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_deelbo.fine_tuning import FineTuningTrainer
@@ -115,6 +118,17 @@ def test_a_line_of_the_de_elbo(model, places):
     assert line["learned"]["kappa"] == line["num_parameters"] / 50
     text = json.dumps({name: line[name] for name in ("machine", "commit", "config")} | {"model": None})
     assert str(places.work_dir) not in text
+
+
+@pytest.mark.parametrize("method", ["deelbo-single", "map-random"])
+def test_a_line_of_a_saved_prior_names_it(model, places, tmp_path, method):
+    source, folder = ResNetForImageClassification.from_pretrained(model), tmp_path / "prior"
+    low_rank_prior(source).save_pretrained(folder, model=source)
+    rate = {"learning_rates": (0.1,), "steps": 2, "num_trials": 2}
+    run = StudyRun(**SHORT | rate, subset_seed=1, method=method, prior="ptyl")
+    line = carry_out(run, replace(places, ptyl_prior=str(folder)))
+    assert line["ptyl_prior"] == hashlib.sha256((folder / "prior.safetensors").read_bytes()).hexdigest()
+    assert math.isfinite(line["test"]["mean"]["nll"])
 
 
 def test_a_line_of_the_grid(model, places):
