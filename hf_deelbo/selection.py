@@ -4,8 +4,8 @@ Two ways: `"full"` trains every candidate to the end, as the paper does, and tak
 all for a small part of the steps, drops the half with the lower J, trains the rest on, and so forth (successive
 halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.5 runs instead of 4.
 
-J needs some steps to tell learning rates apart, the more the smaller sigma starts: while sigma is small against the way
-the weights have gone, a rate that moves them pays for it in the KL before sigma has grown. On digits with sigma from
+J needs some steps to tell learning rates apart, more of them the smaller sigma starts: while sigma is small against
+the way the weights have gone, a rate that moves them pays in the KL before sigma has grown. On digits with sigma from
 1e-4 and 50 steps, the best rate is last after 6 steps, and is dropped; from 1e-2 it is first. Start sigma at 1e-2 for
 short runs, or use `"full"`.
 """
