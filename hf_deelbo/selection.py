@@ -208,7 +208,7 @@ class _Session:
         ]
         self._trainers: dict[Candidate, DEELBoTrainer] = {}
 
-    def run(self, candidate: Candidate, part: float, max_samples: int | None = None) -> Trial:
+    def run(self, candidate: Candidate, part: float, max_samples: float = math.inf) -> Trial:
         """Train a candidate up to a part of its steps and measure J; what was done before is not done again."""
         trainer = None
         if self.max_steps is None:
@@ -250,8 +250,8 @@ class _Session:
             if trial.candidate != keep:
                 shutil.rmtree(self.folder / trial.candidate.name, ignore_errors=True)
 
-    def _train(self, trainer: DEELBoTrainer, steps: int, max_samples: int | None) -> float:
-        num_samples = self.num_samples or trainer.args.num_elbo_samples
+    def _train(self, trainer: DEELBoTrainer, steps: int, max_samples: float) -> float:
+        num_samples = trainer.args.num_elbo_samples if self.num_samples is None else self.num_samples
         trainer.add_callback(_StopAt(steps))
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if os.path.isdir(trainer.args.output_dir) else None
         try:
@@ -259,7 +259,7 @@ class _Session:
                 trainer.load_checkpoint(checkpoint)
             else:
                 trainer.train(resume_from_checkpoint=checkpoint)
-            value = trainer.de_elbo(num_samples=min(num_samples, max_samples or num_samples)).value
+            value = trainer.de_elbo(num_samples=min(num_samples, max_samples)).value
         except FloatingPointError as error:
             logger.warning(f"A candidate diverged: {error}")
             return -math.inf

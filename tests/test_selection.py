@@ -100,6 +100,10 @@ class TestHalving:
         select(make_trainer, CANDIDATES, task.folder, num_samples=4)
         assert counts == [3] * 6 + [4]
 
+    def test_no_samples_are_refused(self, task):
+        with pytest.raises(ValueError, match="num_samples: must be a whole number of at least 1, got 0"):
+            select(task.make_trainer, CANDIDATES, task.folder, num_samples=0)
+
     def test_only_the_best_keeps_its_checkpoints(self, task):
         _, selection = select(task.make_trainer, CANDIDATES, task.folder)
         folders = [path.name for path in task.folder.iterdir() if path.is_dir()]
