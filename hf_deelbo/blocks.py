@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.nn.functional import mse_loss
 
 from .sharding import Tensors, first_row, local
 
@@ -59,6 +60,27 @@ def inner_product(one: list[torch.Tensor], other: list[torch.Tensor]) -> torch.T
         tensor(5.)
     """
     return torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)]).sum()
+
+
+def squared_distance(
+    one: list[torch.Tensor], other: list[torch.Tensor] | None, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """The sum of the squared differences of all numbers, or of their squares if there is no other list.
+
+    Each tensor is summed in its own precision, pairwise as torch does, and the sums of all in `dtype`.
+
+    Example:
+        >>> squared_distance([torch.ones(3)], [torch.zeros(3)])
+        tensor(3., dtype=torch.float64)
+    """
+    if one[0].device.type == "cpu":
+        if other is None:
+            sums = [a.square().sum() for a in one]
+        else:
+            sums = [mse_loss(a, b, reduction="sum") for a, b in zip(one, other, strict=True)]
+        return torch.stack(sums).to(dtype).sum()
+    differences = one if other is None else torch._foreach_sub(one, other)
+    return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
 
 
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:

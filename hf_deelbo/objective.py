@@ -119,6 +119,11 @@ class DEELBo:
         return -self.num_examples * self.nll
 
     @property
+    def kl(self) -> float:
+        """KL(q || p), of backbone and head."""
+        return self.kl_backbone + self.kl_head
+
+    @property
     def value(self) -> float:
         """J = kappa * log_likelihood - kl_backbone - kl_head."""
         return self.kappa * self.log_likelihood - self.kl_backbone - self.kl_head

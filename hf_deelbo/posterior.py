@@ -81,8 +81,7 @@ class GaussianPosterior(Shareable):
         kappa: float | str = "auto",
         num_examples: int | None = None,
     ):
-        if not (math.isfinite(init_sigma) and init_sigma > 0):
-            raise ValueError(f"init_sigma: must be a positive number, got {init_sigma}.")
+        init_rho = _rho_of("init_sigma", init_sigma)
         self.model = model
         self._head_names = frozenset(head_names)
         self._is_sharded = mesh_of(dict(model.named_parameters())) is not None
@@ -99,8 +98,7 @@ class GaussianPosterior(Shareable):
         self.kappa = self._resolve_kappa(kappa)
 
         device = next(iter(parameters.values())).device
-        rho = math.log(math.expm1(init_sigma))
-        self.rho = nn.Parameter(torch.tensor(rho, dtype=wide_dtype(device), device=device))
+        self.rho = nn.Parameter(torch.tensor(init_rho, dtype=wide_dtype(device), device=device))
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
         self._mean_copy: dict[str, torch.Tensor] = {}
@@ -258,6 +256,22 @@ class GaussianPosterior(Shareable):
         statistics = self.sample_statistics.get(seed)
         with self.sampled(seed, on_cpu=True), with_statistics(self.model, statistics) if statistics else nullcontext():
             yield
+
+    @contextmanager
+    def at_sigma(self, sigma: float) -> Iterator[None]:
+        """Within it sigma is this one, with lambda and tau at their optimum for it: to ask what J would be there."""
+        self._forbid_while_sampled("at_sigma")
+        rho, learned = _rho_of("sigma", sigma), self.rho.detach().clone()
+        statistics, de_elbo = self.sample_statistics, self.de_elbo
+        self.sample_statistics, self.de_elbo = {}, None
+        self.rho.data.fill_(rho)
+        self.update_prior_variances()
+        try:
+            yield
+        finally:
+            self.rho.data.copy_(learned)
+            self.sample_statistics, self.de_elbo = statistics, de_elbo
+            self.update_prior_variances()
 
     def recompute_batch_norm(self, batches: Iterable[Mapping[str, Any]], num_samples: int) -> None:
         """Compute the batch-norm statistics of the weight samples 0 .. num_samples - 1 over training inputs.
@@ -448,6 +462,13 @@ class GaussianPosterior(Shareable):
     def _forbid_while_sampled(self, what: str) -> None:
         if self.is_sampled:
             raise RuntimeError(f"{what}: the model holds a weight sample; leave `with sampled(...)` first.")
+
+
+def _rho_of(argument: str, sigma: float) -> float:
+    """The inverse of softplus."""
+    if not (math.isfinite(sigma) and sigma > 0):
+        raise ValueError(f"{argument}: must be a positive number, got {sigma}.")
+    return math.log(math.expm1(sigma))
 
 
 def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:

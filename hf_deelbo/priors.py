@@ -6,8 +6,8 @@
 | L2-SP   | pretrained value | I                                      | `IsotropicPrior.l2_sp`  |
 | PTYL    | pretrained value | S_diag/2 + eps I + Q Q^T / (2K - 2)    | `LowRankPrior`          |
 
-No D x D matrix is ever formed. Sums over D terms are accumulated in float64, and over the processes if the parameters
-are sharded.
+No D x D matrix is ever formed. Sums over D terms are taken pairwise within a block of them, over the blocks in
+float64, and over the processes if the parameters are sharded.
 """
 
 import os
@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of
+from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PriorCardData, save_card
@@ -154,13 +154,12 @@ class IsotropicPrior(GaussianPrior):
 
     def mahalanobis(self, w: Tensors) -> torch.Tensor:
         """|w - mu_p|^2."""
-        difference = self.precision_product(w)
 
-        def squared_norm(block: Block) -> torch.Tensor:
-            norms = torch._foreach_norm(difference(block), dtype=self.trace_inverse.dtype)
-            return torch.stack(norms).square().sum()
+        def of_block(block: Block) -> torch.Tensor:
+            mean = None if self.mean is None else block.of(self.mean)
+            return squared_distance(block.of(w), mean, self.trace_inverse.dtype)
 
-        return total(on_all_cores(squared_norm, blocks_of(w)), w, torch.zeros_like(self.trace_inverse))
+        return total(on_all_cores(of_block, blocks_of(w)), w, torch.zeros_like(self.trace_inverse))
 
     def precision_product(self, w: Tensors) -> PrecisionProduct:
         """w - mu_p."""

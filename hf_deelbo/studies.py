@@ -79,7 +79,7 @@ class StudyRun:
     Example:
         >>> run = StudyRun("digits", 100, 1001, "deelbo-halving", steps=50)
         >>> run.id, run.num_runs
-        ('cbbdea51e4', 1.5)
+        ('cbbdea51e4', 1.4)
     """
 
     dataset: str

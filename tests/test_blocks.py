@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores
+from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores, squared_distance
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -35,6 +35,16 @@ def test_a_block_is_a_view_in_channels_last_too():
     Block((Piece("w", slice(1, 2)),)).of({"w": weight})[0].fill_(1)
     assert weight.sum() == 12
     assert weight[1].sum() == 12
+
+
+@pytest.mark.parametrize("minus", [False, True])
+def test_squared_distance_keeps_its_digits_in_float32(minus):
+    generator = torch.Generator().manual_seed(0)
+    one, other = ([1e-3 * torch.randn(size, generator=generator) for size in ((300_000,), (7, 3), ())] for _ in "ab")
+    exact = sum((a.double() - minus * b.double()).square().sum() for a, b in zip(one, other, strict=True))
+    ours = squared_distance(one, other if minus else None)
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours, exact, rtol=1e-7, atol=0)
 
 
 def test_results_keep_the_order_of_the_blocks():

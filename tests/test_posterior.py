@@ -136,6 +136,51 @@ class TestSampled:
         torch.testing.assert_close(samples.std(0), torch.full((2, 3), 0.3), rtol=0.1, atol=0)
 
 
+class TestAtSigma:
+    def test_all_is_as_for_a_posterior_with_that_sigma_and_comes_back_to_the_bit(self):
+        posterior = make_posterior("resnet", init_sigma=1e-3)
+        start = {name: mean.clone() for name, mean in posterior.backbone.items()}
+        for parameter in posterior.parameters().values():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+        posterior.update_prior_variances()
+        posterior.recompute_batch_norm([batch("resnet")], num_samples=1)
+        before, statistics, kl = copy.deepcopy(posterior.state_dict()), posterior.sample_statistics[0], posterior.kl
+
+        other = make_posterior("resnet", init_sigma=0.2, prior=IsotropicPrior(start, mean=start))
+        other.model.load_state_dict(posterior.model.state_dict())
+        other.update_prior_variances()
+        with posterior.at_sigma(0.2):
+            assert float(posterior.sigma) == pytest.approx(0.2)
+            assert (posterior.lambda_, posterior.tau, posterior.kl) == (other.lambda_, other.tau, other.kl)
+            assert posterior.sample_statistics == {}  # those of another sample
+            with posterior.sampled(0), other.sampled(0):
+                for name, weight in posterior.parameters().items():
+                    assert torch.equal(weight, other.parameters()[name])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in posterior.state_dict().items())
+        assert posterior.kl == kl
+        assert posterior.sample_statistics[0] is statistics
+
+    def test_it_comes_back_when_the_body_raises(self):
+        posterior = make_posterior()
+        rho = posterior.rho.item()
+        with pytest.raises(KeyError), posterior.at_sigma(0.2):
+            raise KeyError
+        assert posterior.rho.item() == rho
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_bad_sigma(self, value):
+        posterior = make_posterior()
+        with pytest.raises(ValueError, match="sigma: must be a positive number"), posterior.at_sigma(value):
+            pass
+        assert float(posterior.sigma) == pytest.approx(0.05)
+
+    def test_not_while_the_model_holds_a_sample(self):
+        posterior = make_posterior()
+        with posterior.sampled(0), pytest.raises(RuntimeError, match="at_sigma"), posterior.at_sigma(0.2):
+            pass
+        assert float(posterior.sigma) == pytest.approx(0.05)
+
+
 class TestGradients:
     @pytest.mark.parametrize("prior", ["l2-zero", "l2-sp"])
     def test_they_are_those_of_autograd_through_lambda_and_tau(self, prior):

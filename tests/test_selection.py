@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import make_dataset, make_model
 
-from hf_deelbo import DEELBoTrainer
-from hf_deelbo.selection import Candidate, elbo_objective, halving_schedule, select
+from hf_deelbo import DEELBoTrainer, IsotropicPrior
+from hf_deelbo.selection import HALVING_BUDGET, Candidate, elbo_objective, halving_schedule, potential, select
 
 CANDIDATES = [Candidate(rate, 0.05) for rate in (0.1, 0.01, 0.001, 0.0001)]
 
@@ -52,9 +52,38 @@ def test_halving_costs_its_budget(number):
     for part in [*parts, 1.0]:
         cost += left * (part - done)
         left, done = math.ceil(left / 2), part
-    assert cost == pytest.approx(1.5)
+    assert cost == pytest.approx(HALVING_BUDGET)
     assert parts == sorted(parts)
     assert parts[-1] < 1
+
+
+class TestPotential:
+    def test_it_is_the_highest_j_of_posteriors_with_these_means_and_a_larger_sigma(self, make_trainer):
+        trainer = make_trainer("bert", init_sigma=1e-3, max_steps=2, learning_rate=0.5, num_elbo_samples=3)
+        start = {name: mean.clone() for name, mean in trainer.posterior.backbone.items()}
+        trainer.train()
+        values = []
+        for k in range(6):
+            model = make_model("bert")
+            model.load_state_dict(trainer.model.state_dict())
+            sigma = float(trainer.posterior.sigma) * 4**k
+            prior = {"prior": IsotropicPrior(start, mean=start)}
+            other = make_trainer("bert", model=model, init_sigma=sigma, num_elbo_samples=3, trainer=prior)
+            values.append(other.de_elbo().value)
+        sigma = trainer.posterior.sigma
+        assert potential(trainer) == pytest.approx(max(values), rel=1e-9)
+        assert 0 < values.index(max(values)) < 5
+        assert values[0] == pytest.approx(trainer.de_elbo().value, rel=1e-9)
+        assert values[0] < 2 * max(values)
+        assert trainer.posterior.sigma == sigma
+
+    def test_it_is_j_where_the_kl_is_small(self, make_trainer):
+        trainer = make_trainer(max_steps=2, num_elbo_samples=3)
+        trainer.train()
+        calls, de_elbo = [], trainer.de_elbo
+        trainer.de_elbo = lambda **kwargs: calls.append(kwargs) or de_elbo(**kwargs)
+        assert potential(trainer, num_samples=2) == de_elbo(num_samples=2).value
+        assert calls == [{"num_samples": 2}]
 
 
 class TestFull:
@@ -74,10 +103,10 @@ class TestFull:
 class TestHalving:
     def test_it_drops_the_lower_half_and_ends_as_an_uninterrupted_run(self, task):
         trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
-        assert [trial.steps for trial in selection.trials] == [2] * 4 + [5] * 2 + [20]
-        assert task.steps == 4 * 2 + 2 * 3 + 15
+        assert [trial.steps for trial in selection.trials] == [2] * 4 + [4] * 2 + [20]
+        assert task.steps == 4 * 2 + 2 * 2 + 16
         assert selection.runs == pytest.approx(task.steps / 20)
-        assert selection.runs <= 1.5
+        assert selection.runs <= 1.4
         first = {trial.candidate: trial.de_elbo for trial in selection.trials[:4]}
         kept = {trial.candidate for trial in selection.trials[4:6]}
         assert min(first[candidate] for candidate in kept) > max(first[c] for c in CANDIDATES if c not in kept)
