@@ -37,6 +37,13 @@ DIGITS = {"dataset": "digits", "train_size": 100, "image_size": 32, "horizontal_
 CIFAR_100 = {"dataset": "cifar10", "train_size": 100, "image_size": 48, "steps": 100}
 CIFAR_1000 = {"dataset": "cifar10", "train_size": 1000, "image_size": 48, "steps": 150}
 PET = {"dataset": "oxford-iiit-pet", "train_size": 370, "image_size": 96, "steps": 100}
+SNIPPETS = {  # of examples/movie_snippets.py
+    "dataset": "movie-snippets",
+    "model": "sentence-transformers/all-MiniLM-L6-v2",
+    "train_size": 100,
+    "max_seq_length": 32,
+    "steps": 40,
+}
 PAPER = {"model": "microsoft/resnet-50", "image_size": 224, "steps": 6000, "num_test": 10_000}
 
 # fields with a list of values stand for one run each
@@ -73,6 +80,10 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         PET | {"subset_seed": SEEDS[0], "method": "deelbo-halving"},
         PET | {"subset_seed": SEEDS[0], "method": "map-grid", "learning_rates": (0.1,)},
     ],
+    "text": [
+        SNIPPETS | {"subset_seed": SEEDS, "method": "deelbo-halving"},
+        SNIPPETS | {"subset_seed": SEEDS[0], "method": "map-grid", "learning_rates": (0.1, 0.01)},
+    ],
     # the paper's own scale, for a GPU
     "paper": [
         PAPER
@@ -94,6 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", help="the file of lines; default is examples/results/<name of the matrix>.jsonl")
     parser.add_argument("--work_dir", default="outputs/study", help="what a stopped run goes on from")
     parser.add_argument("--data_root", help="a folder with datasets by their names, instead of the Hub")
+    parser.add_argument("--model_root", help="a folder with models by their names, instead of the Hub")
     parser.add_argument("--ptyl_prior", help="the saved prior of runs with ptyl")
     parser.add_argument("--cache_dir", help="for resized images; default is the cache of datasets")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the cores")
@@ -206,7 +218,9 @@ def rerun(line: dict[str, Any], places: Places) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run."""
     options = parse(argv)
-    places = Places(options.work_dir, options.data_root, options.ptyl_prior, options.cache_dir)
+    places = Places(
+        options.work_dir, options.data_root, options.ptyl_prior, options.cache_dir, model_root=options.model_root
+    )
     runs = runs_of(options)
     if options.rerun:
         rerun(next(line for line in read_lines(options.results) if line["id"] == options.rerun), places)

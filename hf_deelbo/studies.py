@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from .files import as_json, write_whole
 from .fine_tuning import FineTuningTrainer
 from .hub import fetch
 from .metrics import named_metrics
-from .modeling import EMBEDDED_MODEL
+from .modeling import EMBEDDED_MODEL, EMBEDDED_MODELS
 from .plots import FixedPosterior
 from .prior_files import PriorConfig
 from .runs import DataArguments, ModelArguments, Task
@@ -69,6 +69,7 @@ class StudyRun:
             searches on held-out data.
         prior, model: as for the trainers.
         image_size, horizontal_flip: of images.
+        max_seq_length: of texts; default is 128 tokens.
         steps: of each training run.
         learning_rates: candidates.
         init_sigmas, kappa, num_samples: of the DE ELBo; the last is for J and for averages.
@@ -99,6 +100,7 @@ class StudyRun:
     num_trials: int = 24
     num_test: int = 2000
     seed: int = 42
+    max_seq_length: int | None = None
 
     def __post_init__(self):
         methods = DEELBO_METHODS + MAP_METHODS
@@ -123,7 +125,7 @@ class StudyRun:
             others += ("kappa",)
         if self.method in MAP_METHODS:
             others += ("num_trials",) if self.method == "map-grid" else ("penalties", "learning_rates")
-        content = {name: value for name, value in asdict(self).items() if name not in others}
+        content = {name: value for name, value in asdict(self).items() if name not in others and value is not None}
         return json.loads(json.dumps(content))
 
     @classmethod
@@ -182,7 +184,7 @@ class Places:
 
     Attributes:
         work_dir: for what is needed to go on after a run was killed.
-        data_root: a folder with datasets by their names; default is the Hub.
+        data_root, model_root: folders with datasets and models by their names; default is the Hub.
         ptyl_prior: the saved prior of runs with `prior="ptyl"`.
         cache_dir: for resized images.
     """
@@ -191,6 +193,7 @@ class Places:
     data_root: str | None = None
     ptyl_prior: str | None = None
     cache_dir: str | None = None
+    model_root: str | None = None
 
     def of(self, run: StudyRun) -> Path:
         """The folder of a run."""
@@ -253,11 +256,8 @@ def _carry_out_map(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
 
 
 def _task(run: StudyRun, places: Places) -> Task:
-    name = run.dataset
-    if places.data_root is not None and name != EMBEDDED_DATASET:
-        name = os.path.join(places.data_root, name)
     data = DataArguments(
-        dataset_name=name,
+        dataset_name=_under(places.data_root, run.dataset, embedded=(EMBEDDED_DATASET,)),
         train_size=run.train_size,
         subset_seed=run.subset_seed,
         max_eval_samples=run.num_test,
@@ -265,8 +265,16 @@ def _task(run: StudyRun, places: Places) -> Task:
         horizontal_flip=run.horizontal_flip,
         cache_images=True,
     )
-    model = places.ptyl_prior if run.prior == "ptyl" else run.model  # start at the prior's mean
+    if run.max_seq_length is not None:
+        data.max_seq_length = run.max_seq_length
+    model = _under(places.model_root, run.model, embedded=EMBEDDED_MODELS)
+    if run.prior == "ptyl":
+        model = places.ptyl_prior  # start at the prior's mean
     return Task(ModelArguments(model, cache_dir=places.cache_dir), data, disable_tqdm=True)
+
+
+def _under(root: str | None, name: str, embedded: Collection[str]) -> str:
+    return name if root is None or name in embedded else os.path.join(root, name)
 
 
 def _arguments(run: StudyRun, places: Places, output_dir: str) -> dict[str, Any]:

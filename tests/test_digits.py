@@ -1,23 +1,16 @@
 """The paper's central claim, on real images: kappa = D/N learns where the plain ELBo falls back to the prior."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import load_example
 from transformers import set_seed
 
 from hf_deelbo import DEELBoTrainer
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
-
 
 @pytest.fixture(scope="module")
 def digits():
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("digits")
 
 
 def test_the_plain_elbo_collapses_to_the_prior_and_the_de_elbo_learns(digits, make_config):

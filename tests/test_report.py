@@ -1,15 +1,14 @@
 """The report: cells computed by hand, the curve of a search by enumeration, and that it is the same to the byte."""
 
-import importlib.util
 import itertools
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import load_example
 
 from hf_deelbo.reports import (
     compare,
@@ -23,17 +22,12 @@ from hf_deelbo.reports import (
 )
 from hf_deelbo.studies import StudyRun
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "report.py"
 README = "# A package\n\n<!-- results: begin -->\nold\n<!-- results: end -->\n\nThe rest.\n"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("report", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["report"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("report")
 
 
 def trial(nll: float | None, accuracy: float | None, seconds: float) -> dict:

@@ -1,26 +1,19 @@
 """The baseline's run script: its arguments, what it leaves behind, and that it goes on."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import load_example
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 from hf_deelbo.baselines import grid
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "run_grid_search.py"
-
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("run_grid_search", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["run_grid_search"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+    return load_example("run_grid_search")
 
 
 @pytest.fixture

@@ -1,35 +1,28 @@
 """A study: its matrix, its lines, and that it can be stopped anywhere."""
 
 import hashlib
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import low_rank_prior
-from transformers import ResNetConfig, ResNetForImageClassification
+from conftest import load_example, low_rank_prior, make_model
+from transformers import BertTokenizerFast, ResNetConfig, ResNetForImageClassification
 
 from hf_deelbo.fine_tuning import FineTuningTrainer
 from hf_deelbo.plots import FixedPosterior, PriorFit
-from hf_deelbo.studies import Places, StudyRun, carry_out, expand, measure_step, read_lines, write_line
+from hf_deelbo.studies import Places, StudyRun, _task, carry_out, expand, measure_step, read_lines, write_line
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "study.py"
 TINY = {"dataset": "digits", "train_size": 50, "image_size": 14, "horizontal_flip": False, "num_test": 40}
 SHORT = TINY | {"learning_rates": [0.3, 0.03], "penalties": [1e-2], "num_samples": 2, "steps": 6}
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("study", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["study"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("study")
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +122,30 @@ def test_a_line_of_a_saved_prior_names_it(model, places, tmp_path, method):
     line = carry_out(run, replace(places, ptyl_prior=str(folder)))
     assert line["ptyl_prior"] == hashlib.sha256((folder / "prior.safetensors").read_bytes()).hexdigest()
     assert math.isfinite(line["test"]["mean"]["nll"])
+
+
+@pytest.mark.parametrize("method", ["deelbo-single", "map-grid"])
+def test_texts_and_models_are_found_by_name(places, tmp_path, method):
+    folder = tmp_path / "models" / "someone" / "tiny-bert"
+    folder.mkdir(parents=True)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    make_model("bert").save_pretrained(folder)
+    rows = tmp_path / "data" / "reviews"
+    rows.mkdir(parents=True)
+    for split in ("train", "test"):
+        lines = [f"{word} {word} bad good,{word}" for word in ("good", "bad") for _ in range(10)]
+        (rows / f"{split}.csv").write_text("\n".join(["text,label", *lines]))
+    roots = {"data_root": str(tmp_path / "data"), "model_root": str(tmp_path / "models")}
+    kind = {"learning_rates": (0.3,), "steps": 2, "max_seq_length": 4, "penalties": (1e-2,), "num_samples": 2}
+    run = StudyRun("reviews", 10, 1, method, model="someone/tiny-bert", **kind)
+    places = replace(places, **roots)
+    line = carry_out(run, places)
+    assert (line["config"]["model"], line["config"]["dataset"]) == ("someone/tiny-bert", "reviews")
+    assert line["config"]["max_seq_length"] == 4
+    assert str(tmp_path) not in json.dumps(line)
+    # [CLS] good good [SEP], by the words of that model, cut to four
+    assert _task(run, places).test[0]["input_ids"] == [2, 5, 5, 3]
 
 
 def test_a_line_of_the_grid(model, places):
