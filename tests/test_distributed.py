@@ -89,7 +89,13 @@ def test_accumulation_learns_what_a_whole_batch_learns(alone, tmp_path, accumula
 
 @pytest.mark.parametrize(
     ("recipe", "num_machines", "num_processes", "use_cpu"),
-    [("single_cpu", 1, 1, True), ("multi_cpu", 1, 2, True), ("multi_gpu", 1, 8, False), ("multi_node", 2, 16, False)],
+    [
+        ("single_cpu", 1, 1, True),
+        ("multi_cpu", 1, 2, True),
+        ("multi_gpu", 1, 8, False),
+        ("fsdp2", 1, 8, False),
+        ("multi_node", 2, 16, False),
+    ],
 )
 def test_recipes_are_what_accelerate_reads(recipe, num_machines, num_processes, use_cpu):
     config = load_config_from_file(str(RECIPES / f"{recipe}.yaml"))
@@ -99,4 +105,4 @@ def test_recipes_are_what_accelerate_reads(recipe, num_machines, num_processes, 
 
 
 def test_every_recipe_is_tested():
-    assert {path.stem for path in RECIPES.iterdir()} == {"single_cpu", "multi_cpu", "multi_gpu", "multi_node"}
+    assert {path.stem for path in RECIPES.iterdir()} == {"single_cpu", "multi_cpu", "multi_gpu", "multi_node", "fsdp2"}
