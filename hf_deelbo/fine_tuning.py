@@ -30,7 +30,7 @@ from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
 from .modeling import trainable_parameters
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
-from .sharding import mesh_of
+from .sharding import is_sharded
 
 logger = logging.get_logger(__name__)
 
@@ -326,7 +326,7 @@ class FineTuningTrainer(Trainer):
         return tqdm(items, desc=description, disable=disable, leave=False)
 
     def _is_sharded(self) -> bool:
-        return self.model is not None and mesh_of(dict(self.model.named_parameters())) is not None
+        return self.model is not None and is_sharded(self.model)
 
     def _refuse_unsupported(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # by accelerate's configuration

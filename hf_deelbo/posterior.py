@@ -24,7 +24,7 @@ from .noise import add_noise_to_block_
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
-from .sharding import check_sharding, class_of, is_first_process, mesh_of, reshard, total
+from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total
 
 
 class KL(NamedTuple):
@@ -84,7 +84,7 @@ class GaussianPosterior(Shareable):
         init_rho = _rho_of("init_sigma", init_sigma)
         self.model = model
         self._head_names = frozenset(head_names)
-        self._is_sharded = mesh_of(dict(model.named_parameters())) is not None
+        self._is_sharded = is_sharded(model)
         parameters = self.parameters()
         self._names = parameters.keys()
         _check_parameters(parameters, self._head_names)

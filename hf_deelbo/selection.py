@@ -232,7 +232,7 @@ class _Session:
 
     def run(self, candidate: Candidate, part: float) -> Trial:
         """Train a candidate up to a part of its steps and measure it; what was done before is not done again."""
-        trainer = None
+        start, trainer = time.perf_counter(), None
         if self.max_steps is None:
             trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
             self.max_steps = _num_steps(trainer)
@@ -242,13 +242,13 @@ class _Session:
                 return trial
         if trainer is None:
             trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
-        start = time.perf_counter()
         value = self._train_and_measure(trainer, steps)
         trial = Trial(candidate, steps, value, time.perf_counter() - start)
         logger.info(f"{candidate.name}: J = {value:.6g} after {steps} of {self.max_steps} steps")
         self._trainers[candidate] = trainer
         self.trials.append(trial)
-        self.file.write({"max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]})
+        if trainer.is_world_process_zero():
+            self.file.write({"max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]})
         return trial
 
     def trainer_of(self, candidate: Candidate) -> DEELBoTrainer:

@@ -97,6 +97,16 @@ def mesh_of(tensors: Tensors) -> DeviceMesh | None:
     return next((tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether its parameters are.
+
+    Example:
+        >>> is_sharded(nn.Linear(1, 1))
+        False
+    """
+    return mesh_of(dict(model.named_parameters())) is not None
+
+
 def is_first_process(tensors: Tensors) -> bool:
     """Whether this process is the first of those that hold parts of `tensors`, the one that writes files of them."""
     mesh = mesh_of(tensors)
