@@ -284,12 +284,17 @@ class FineTuningTrainer(Trainer):
             raise ValueError("dataset: the trainer has no `train_dataset` to compute this on; give it one.")
         return dataset
 
+    def _some_training_inputs(self, most: int) -> Any:
+        """At most so many, class-balanced, always the same."""
+        inputs = self._training_inputs()
+        if not has_length(inputs) or len(inputs) <= most:
+            return inputs
+        labels = column_of_labels(inputs) or [0] * len(inputs)
+        return Subset(self._without_unused_columns(inputs), class_balanced_indices(labels, most, self.args.seed))
+
     def _batch_norm_inputs(self) -> "_Mapped":
         """Batches of at most `num_batch_norm_examples` training inputs, class-balanced, without labels."""
-        inputs, most = self._training_inputs(), self.args.num_batch_norm_examples
-        if has_length(inputs) and len(inputs) > most:
-            labels = column_of_labels(inputs) or [0] * len(inputs)
-            inputs = Subset(self._without_unused_columns(inputs), class_balanced_indices(labels, most, self.args.seed))
+        inputs = self._some_training_inputs(self.args.num_batch_norm_examples)
         return self._batches(inputs, without=self.label_names)
 
     def _without_unused_columns(self, dataset: Any) -> Any:

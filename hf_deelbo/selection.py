@@ -31,8 +31,8 @@ logger = logging.get_logger(__name__)
 METHODS = ("full", "halving")
 RESULTS_FILE = "selection.json"
 HALVING_BUDGET = 1.4
-# weight samples of a J that only drops candidates; the same noise for all, and their J are far apart
-HALVING_SAMPLES = 3
+# of a J that only drops candidates: the same noise and examples for all, and their J are far apart
+ROUGH_J = {"num_samples": 1, "num_examples": 512}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def select(
         folder: where to work; one folder for one selection.
         method: `"full"` or `"halving"`.
         num_samples: weight samples of J in full length; default is the trainer's `args.num_elbo_samples`. On the way
-            there, halving takes at most three.
+            there, halving takes one, and at most 512 examples.
 
     Example:
         ```python
@@ -119,6 +119,8 @@ def select(
         raise ValueError(f"method: unknown method {method!r}; choose one of {', '.join(METHODS)}.")
     if not candidates or len(set(candidates)) != len(candidates):
         raise ValueError(f"candidates: needs at least one, and none twice; got {list(candidates)}.")
+    if num_samples is not None and num_samples < 1:
+        raise ValueError(f"num_samples: must be a whole number of at least 1, got {num_samples!r}.")
     session = _Session(make_trainer, Path(folder), method, list(candidates), num_samples)
     survivors = list(candidates)
     parts = halving_schedule(len(candidates)) if method == "halving" else []
@@ -156,10 +158,14 @@ def halving_schedule(num_candidates: int, budget: float = HALVING_BUDGET) -> lis
     return [round(first * 2**k, 10) for k in range(num_parts)]
 
 
-def potential(trainer: DEELBoTrainer, num_samples: int | None = None) -> float:
+def potential(trainer: DEELBoTrainer, **kwargs: Any) -> float:
     """J at the present means and the best of sigma, 4 sigma, 16 sigma, ..., each with its lambda* and tau*.
 
     A larger sigma gains at most the KL. It is tried only while that is more than a hundredth of the rest of J.
+
+    Args:
+        trainer: it keeps its own sigma.
+        **kwargs: of its `de_elbo`.
 
     Example:
         ```python
@@ -168,11 +174,11 @@ def potential(trainer: DEELBoTrainer, num_samples: int | None = None) -> float:
         ```
     """
     posterior = trainer.posterior
-    best, sigma = trainer.de_elbo(num_samples=num_samples), float(posterior.sigma)
+    best, sigma = trainer.de_elbo(**kwargs), float(posterior.sigma)
     while best.kl > 0.01 * -best.kappa * best.log_likelihood:
         sigma *= 4
         with posterior.at_sigma(sigma):
-            larger = trainer.de_elbo(num_samples=num_samples)
+            larger = trainer.de_elbo(**kwargs)
         if not larger.value > best.value:
             break
         best = larger
@@ -273,7 +279,6 @@ class _Session:
                 shutil.rmtree(self.folder / trial.candidate.name, ignore_errors=True)
 
     def _train_and_measure(self, trainer: DEELBoTrainer, steps: int) -> float:
-        num_samples = trainer.args.num_elbo_samples if self.num_samples is None else self.num_samples
         trainer.add_callback(_StopAt(steps))
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if os.path.isdir(trainer.args.output_dir) else None
         try:
@@ -282,9 +287,9 @@ class _Session:
             else:
                 trainer.train(resume_from_checkpoint=checkpoint)
             if steps < self.max_steps:
-                value = potential(trainer, min(num_samples, HALVING_SAMPLES))
+                value = potential(trainer, **ROUGH_J)
             else:
-                value = trainer.de_elbo(num_samples=num_samples).value
+                value = trainer.de_elbo(num_samples=self.num_samples).value
         except FloatingPointError as error:
             logger.warning(f"A candidate diverged: {error}")
             return -math.inf

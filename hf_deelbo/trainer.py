@@ -185,7 +185,12 @@ class DEELBoTrainer(FineTuningTrainer):
 
     # ---- The DE ELBo of what was learned ---------------------------------------------------------------------------
 
-    def de_elbo(self, dataset: Dataset | datasets.Dataset | None = None, num_samples: int | None = None) -> DEELBo:
+    def de_elbo(
+        self,
+        dataset: Dataset | datasets.Dataset | None = None,
+        num_samples: int | None = None,
+        num_examples: int | None = None,
+    ) -> DEELBo:
         """J at the posterior, at the optimal lambda and tau, by Monte Carlo over weight samples.
 
             J = kappa * N * 1/S sum_s [ mean_i log p(y_i | w_s, V_s) ] - KL(q(w) || p(w)) - KL(q(V) || p(V))
@@ -196,15 +201,22 @@ class DEELBoTrainer(FineTuningTrainer):
             dataset: where to take the mean over examples; default is the training set, without augmentation if the
                 trainer was given an `elbo_dataset`.
             num_samples: S; default is `args.num_elbo_samples`.
+            num_examples: take the mean over at most so many training examples, class-balanced, for a rough J.
 
         Returns:
             A `DEELBo`: J is its `value`.
         """
         num_samples = self.args.num_elbo_samples if num_samples is None else num_samples
-        if not isinstance(num_samples, int) or num_samples < 1:
-            raise ValueError(f"num_samples: must be a whole number of at least 1, got {num_samples!r}.")
-        is_training_set = dataset is None
-        dataset = self._training_inputs() if is_training_set else dataset
+        for argument, value in {"num_samples": num_samples, "num_examples": num_examples}.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{argument}: must be a whole number of at least 1, got {value!r}.")
+        if dataset is not None and num_examples is not None:
+            raise ValueError("num_examples: takes examples of the training set; give it or a `dataset`, not both.")
+        is_training_set = dataset is None and num_examples is None
+        if is_training_set:
+            dataset = self._training_inputs()
+        elif dataset is None:
+            dataset = self._some_training_inputs(num_examples)
         posterior = self.posterior
         _ = posterior.kl_weight  # says so if N is not known
         posterior.update_prior_variances()

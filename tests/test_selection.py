@@ -117,21 +117,22 @@ class TestHalving:
             assert torch.equal(trainer.model.state_dict()[name], tensor), name
         assert len(trainer.state.log_history) >= 20
 
-    def test_j_on_the_way_is_of_fewer_samples(self, task):
-        counts = []
+    def test_j_on_the_way_is_rough(self, task):
+        calls = []
 
         def make_trainer(candidate, output_dir):
             trainer = task.make_trainer(candidate, output_dir)
             de_elbo = trainer.de_elbo
-            trainer.de_elbo = lambda num_samples: counts.append(num_samples) or de_elbo(num_samples=num_samples)
+            trainer.de_elbo = lambda **kwargs: calls.append(kwargs) or de_elbo(**kwargs)
             return trainer
 
         select(make_trainer, CANDIDATES, task.folder, num_samples=4)
-        assert counts == [3] * 6 + [4]
+        assert calls == [{"num_samples": 1, "num_examples": 512}] * 6 + [{"num_samples": 4}]
 
-    def test_no_samples_are_refused(self, task):
+    def test_no_samples_are_refused_before_anything_is_trained(self, task):
         with pytest.raises(ValueError, match="num_samples: must be a whole number of at least 1, got 0"):
             select(task.make_trainer, CANDIDATES, task.folder, num_samples=0)
+        assert task.steps == 0
 
     def test_only_the_best_keeps_its_checkpoints(self, task):
         _, selection = select(task.make_trainer, CANDIDATES, task.folder)

@@ -256,7 +256,7 @@ class TestElbo:
             p = torch.distributions.Normal(prior_mean, variance.sqrt())
             kls.append(torch.distributions.kl_divergence(q, p).sum().item())
         assert [result.kl_backbone, result.kl_head] == pytest.approx(kls, rel=1e-7)  # weights are stored in float32
-        assert result.value == pytest.approx(2.0 * result.log_likelihood - sum(kls), rel=1e-9)
+        assert result.value == pytest.approx(2.0 * result.log_likelihood - sum(kls), rel=1e-7)
 
     def test_a_ragged_last_batch_does_not_count_more(self, make_trainer):
         whole = make_trainer(per_device_eval_batch_size=24).de_elbo(num_samples=2)
@@ -283,6 +283,35 @@ class TestElbo:
     def test_a_bad_number_of_samples(self, make_trainer, value):
         with pytest.raises(ValueError, match=f"num_samples: .*{value}"):
             make_trainer().de_elbo(num_samples=value)
+
+    def test_a_rough_j_is_of_some_examples_of_each_class_but_still_of_n(self, make_trainer):
+        labels = [0] * 20 + [1] * 10 + [2] * 10
+        rows = [row | {"labels": label} for row, label in zip(make_dataset("vit", 40), labels, strict=True)]
+        columns = {"pixel_values": [row["pixel_values"].numpy() for row in rows], "labels": labels}
+        trainer = make_trainer(train_dataset=datasets.Dataset.from_dict(columns).with_format("torch"))
+        seen = []
+        hook = trainer.model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.extend(kwargs["pixel_values"]), with_kwargs=True
+        )
+        rough = trainer.de_elbo(num_samples=1, num_examples=6)
+        hook.remove()
+        chosen = [next(i for i, row in enumerate(rows) if torch.equal(row["pixel_values"], x)) for x in seen]
+        assert sorted(labels[i] for i in chosen) == [0, 0, 1, 1, 2, 2]
+        assert rough.nll == trainer.de_elbo([rows[i] for i in chosen], num_samples=1).nll
+        assert (rough.num_examples, trainer.posterior.de_elbo) == (40, None)
+        assert trainer.de_elbo(num_samples=1, num_examples=40).nll == trainer.de_elbo(num_samples=1).nll
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"num_examples": 0}, "num_examples: must be a whole number of at least 1, got 0"),
+            ({"num_examples": 2.5}, "num_examples: must be a whole number of at least 1, got 2.5"),
+            ({"num_examples": 3, "dataset": [1]}, "num_examples: takes examples of the training set"),
+        ],
+    )
+    def test_a_bad_number_of_examples(self, make_trainer, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            make_trainer().de_elbo(**arguments)
 
 
 class TestBatchNorm:
