@@ -234,24 +234,24 @@ class _Session:
         self.trials = [
             Trial(**{**trial, "candidate": Candidate(**trial["candidate"])}) for trial in known.get("trials", [])
         ]
-        self._trainers: dict[Candidate, DEELBoTrainer] = {}
+        self._last: tuple[Candidate, DEELBoTrainer] | None = None
 
     def run(self, candidate: Candidate, part: float) -> Trial:
         """Train a candidate up to a part of its steps and measure it; what was done before is not done again."""
         start, trainer = time.perf_counter(), None
         if self.max_steps is None:
-            trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
+            trainer = self._new_trainer(candidate)
             self.max_steps = _num_steps(trainer)
         steps = max(1, math.floor(part * self.max_steps + 1e-9))
         for trial in self.trials:
             if (trial.candidate, trial.steps) == (candidate, steps):
                 return trial
         if trainer is None:
-            trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
+            trainer = self._new_trainer(candidate)
         value = self._train_and_measure(trainer, steps)
         trial = Trial(candidate, steps, value, time.perf_counter() - start)
         logger.info(f"{candidate.name}: J = {value:.6g} after {steps} of {self.max_steps} steps")
-        self._trainers[candidate] = trainer
+        self._last = candidate, trainer
         self.trials.append(trial)
         if trainer.is_world_process_zero():
             self.file.write({"max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]})
@@ -259,9 +259,9 @@ class _Session:
 
     def trainer_of(self, candidate: Candidate) -> DEELBoTrainer:
         """The trainer that trained the candidate in full, or one that loads what it learned."""
-        if candidate in self._trainers:
-            return self._trainers[candidate]
-        trainer = self.make_trainer(candidate, str(self.folder / candidate.name))
+        if self._last is not None and self._last[0] == candidate:
+            return self._last[1]
+        trainer = self._new_trainer(candidate)
         trainer.load_checkpoint(get_last_checkpoint(trainer.args.output_dir))
         return trainer
 
@@ -277,6 +277,10 @@ class _Session:
         for trial in self.trials:
             if trial.candidate != keep:
                 shutil.rmtree(self.folder / trial.candidate.name, ignore_errors=True)
+
+    def _new_trainer(self, candidate: Candidate) -> DEELBoTrainer:
+        self._last = None  # before there is another model in memory
+        return self.make_trainer(candidate, str(self.folder / candidate.name))
 
     def _train_and_measure(self, trainer: DEELBoTrainer, steps: int) -> float:
         trainer.add_callback(_StopAt(steps))

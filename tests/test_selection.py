@@ -1,5 +1,7 @@
+import gc
 import json
 import math
+import weakref
 
 import optuna
 import pytest
@@ -98,6 +100,21 @@ class TestFull:
         assert selection.best == max(values, key=values.get)
         assert selection.runs == 4
         assert trainer.de_elbo().value == pytest.approx(values[selection.best], rel=1e-9)
+
+    def test_there_is_one_model_in_memory(self, task):
+        trainers = []
+
+        def make_trainer(candidate, output_dir):
+            gc.collect()
+            assert not any(trainer() for trainer in trainers)
+            trainer = task.make_trainer(candidate, output_dir)
+            trainers.append(weakref.ref(trainer))
+            return trainer
+
+        candidates = [CANDIDATES[0], CANDIDATES[3]]  # the best is not the last
+        trainer, selection = select(make_trainer, candidates, task.folder, method="full")
+        assert selection.best == CANDIDATES[0]
+        assert trainer.de_elbo().value == pytest.approx(selection.trials[0].de_elbo, rel=1e-9)
 
 
 class TestHalving:
