@@ -5,8 +5,8 @@ all for a small part of the steps, drops the half with the lower J, trains the r
 halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.4 runs instead of 4.
 
 After few steps J alone would drop the rates that learn: they move the means at once, and pay for it in the KL until
-sigma, which starts small, has grown too. So on the way, halving ranks by `potential`: J at these means with the sigma
-that they would have.
+sigma, which starts small, has grown too. So on the way, halving ranks by `potential`: J at these means with a sigma
+that has grown as far as the likelihood lets it.
 """
 
 import math
@@ -159,9 +159,11 @@ def halving_schedule(num_candidates: int, budget: float = HALVING_BUDGET) -> lis
 
 
 def potential(trainer: DEELBoTrainer, **kwargs: Any) -> float:
-    """J at the present means and the best of sigma, 4 sigma, 16 sigma, ..., each with its lambda* and tau*.
+    """J at the present means, at the best of sigma, 4 sigma, 16 sigma, ... that cost the likelihood nothing.
 
-    A larger sigma gains at most the KL. It is tried only while that is more than a hundredth of the rest of J.
+    Each has its own lambda* and tau*. What costs the likelihood nothing only makes the KL smaller, so training would
+    go there. A larger sigma is tried while the KL is more than a hundredth of the rest of J, and taken if the NLL
+    rises by no more than a hundredth.
 
     Args:
         trainer: it keeps its own sigma.
@@ -175,11 +177,12 @@ def potential(trainer: DEELBoTrainer, **kwargs: Any) -> float:
     """
     posterior = trainer.posterior
     best, sigma = trainer.de_elbo(**kwargs), float(posterior.sigma)
+    most_nll = 1.01 * best.nll
     while best.kl > 0.01 * -best.kappa * best.log_likelihood:
         sigma *= 4
         with posterior.at_sigma(sigma):
             larger = trainer.de_elbo(**kwargs)
-        if not larger.value > best.value:
+        if not (larger.nll <= most_nll and larger.value > best.value):
             break
         best = larger
     return best.value

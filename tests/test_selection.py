@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import make_dataset, make_model
 
-from hf_deelbo import DEELBoTrainer, IsotropicPrior
+from hf_deelbo import DEELBoTrainer
+from hf_deelbo.objective import DEELBo
 from hf_deelbo.selection import HALVING_BUDGET, Candidate, elbo_objective, halving_schedule, potential, select
 
 CANDIDATES = [Candidate(rate, 0.05) for rate in (0.1, 0.01, 0.001, 0.0001)]
@@ -61,23 +62,36 @@ def test_halving_costs_its_budget(number):
 
 class TestPotential:
     def test_it_is_the_highest_j_of_posteriors_with_these_means_and_a_larger_sigma(self, make_trainer):
-        trainer = make_trainer("bert", init_sigma=1e-3, max_steps=2, learning_rate=0.5, num_elbo_samples=3)
-        start = {name: mean.clone() for name, mean in trainer.posterior.backbone.items()}
+        trainer, others = self.trained_and_with_larger_sigmas(make_trainer, prior="l2-sp")
+        values = [other.value for other in others if other.nll <= 1.01 * others[0].nll]
+        assert potential(trainer) == pytest.approx(max(values), rel=1e-9)
+        assert values.index(max(values)) > 0
+        assert values[0] == pytest.approx(trainer.de_elbo().value, rel=1e-9)
+        assert values[0] < 2 * max(values)
+
+    def test_a_sigma_that_costs_likelihood_is_not_taken(self, make_trainer):
+        """Far from the prior's mean, the KL would pay for a sigma that drowns what was learned."""
+        trainer, others = self.trained_and_with_larger_sigmas(make_trainer, prior="l2-zero")
+        best = max(others, key=lambda other: other.value)
+        assert best.nll > 1.01 * others[0].nll
+        allowed = max(other.value for other in others if other.nll <= 1.01 * others[0].nll)
+        assert potential(trainer) == pytest.approx(allowed, rel=1e-9)
+        assert allowed < best.value
+
+    @staticmethod
+    def trained_and_with_larger_sigmas(make_trainer, prior: str) -> tuple[DEELBoTrainer, list[DEELBo]]:
+        """A trainer after two steps, and J of others with its means and 1, 4, 16, ... times its sigma."""
+        arguments = {"prior": prior, "num_elbo_samples": 3}
+        trainer = make_trainer("bert", init_sigma=1e-3, max_steps=2, learning_rate=0.5, **arguments)
+        start = trainer.posterior.prior
         trainer.train()
-        values = []
+        sigma, values = float(trainer.posterior.sigma), []
         for k in range(6):
             model = make_model("bert")
             model.load_state_dict(trainer.model.state_dict())
-            sigma = float(trainer.posterior.sigma) * 4**k
-            prior = {"prior": IsotropicPrior(start, mean=start)}
-            other = make_trainer("bert", model=model, init_sigma=sigma, num_elbo_samples=3, trainer=prior)
-            values.append(other.de_elbo().value)
-        sigma = trainer.posterior.sigma
-        assert potential(trainer) == pytest.approx(max(values), rel=1e-9)
-        assert 0 < values.index(max(values)) < 5
-        assert values[0] == pytest.approx(trainer.de_elbo().value, rel=1e-9)
-        assert values[0] < 2 * max(values)
-        assert trainer.posterior.sigma == sigma
+            other = make_trainer("bert", model=model, init_sigma=sigma * 4**k, trainer={"prior": start}, **arguments)
+            values.append(other.de_elbo())
+        return trainer, values
 
     def test_it_is_j_where_the_kl_is_small(self, make_trainer):
         trainer = make_trainer(max_steps=2, num_elbo_samples=3)
