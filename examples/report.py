@@ -175,7 +175,7 @@ def posterior_of(name: str, line: Line) -> FixedPosterior:
 def title(row: Row) -> str:
     """What was learned from, by which model, for how long."""
     config, tested = row.config, row.lines[0]["num_test_examples"]
-    size = f"{config['image_size']} px, {config['steps']:,} steps, {tested:,} test examples"
+    size = f"{row.input_size}, {config['steps']:,} steps, {tested:,} test examples"
     return f"{config['dataset']}, N = {config['train_size']:,} ({Path(config['model']).name}, {size})"
 
 
@@ -186,7 +186,7 @@ def file_name(row: Row) -> str:
         config["dataset"],
         config["train_size"],
         Path(config["model"]).name,
-        config["image_size"],
+        row.input_size.split()[0],
         config["steps"],
     )
     return re.sub(r"[^a-z0-9]+", "_", "_".join(map(str, parts)).lower())

@@ -29,7 +29,7 @@ PRIORS = {"l2-zero": "L2-zero", "l2-sp": "L2-SP", "ptyl": "PTYL", "posterior": "
 # where the test is made
 AT = {"mean": "mean", "mean_recomputed": "mean, recomputed", "average": "average"}
 # what a setting of the task is made of; methods are compared within one
-_TASK = ("dataset", "train_size", "model", "image_size", "horizontal_flip", "steps", "num_test", "seed")
+_TASK = ("dataset", "train_size", "model", "input_size", "horizontal_flip", "steps", "num_test", "seed")
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -45,7 +45,13 @@ class Row:
     @property
     def task(self) -> tuple:
         """What methods must share to be compared."""
-        return tuple(self.config[name] for name in _TASK)
+        return tuple((self.config | {"input_size": self.input_size})[name] for name in _TASK)
+
+    @property
+    def input_size(self) -> str:
+        """Of an image or of a text."""
+        tokens = self.config.get("max_seq_length")
+        return f"{self.config['image_size']} px" if tokens is None else f"{tokens} tokens"
 
     @property
     def name(self) -> str:

@@ -99,6 +99,14 @@ def cells(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+def test_texts_are_told_in_tokens(script):
+    text = HALVING[0] | {"config": HALVING[0]["config"] | {"max_seq_length": 32}}
+    images, texts = rows_of([HALVING[0]])[0], rows_of([text])[0]
+    assert script.title(images) == "cifar10, N = 100 (efficientnet-lite0, 64 px, 150 steps, 2,000 test examples)"
+    assert script.title(texts) == "cifar10, N = 100 (efficientnet-lite0, 32 tokens, 150 steps, 2,000 test examples)"
+    assert images.task != texts.task
+
+
 class TestTables:
     def test_where_j_wants_sigma_to_start(self):
         values = {1e-4: (-30, -20, -10), 1e-2: (-20, -30, -9)}  # of three sets, the second prefers 1e-4
