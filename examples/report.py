@@ -85,7 +85,7 @@ def section(rows: list[Row], folder: Path) -> str:
     name = file_name(rows[0])
     for prior, of_prior in groupby(rows, key=lambda row: row.config["prior"]):
         of_prior = list(of_prior)
-        heading = f"{PRIORS[prior]}: {title(of_prior[0])}"
+        heading = f"{PRIORS[prior]}: {title(of_prior[0])}".replace(" (", "\n(", 1)  # as wide as a figure
         if any(row.config["method"] in SEARCHES for row in of_prior):
             figure = accuracy_over_compute(of_prior, heading)
             text = f"Accuracy over compute, {PRIORS[prior]}. The curves stop a search after some of its trials (500 "
