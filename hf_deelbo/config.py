@@ -18,6 +18,18 @@ _SGD_ARGS = "momentum=0.9,nesterov=True"
 _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
 
 
+def check_count(argument: str, value: int | None, lowest: int = 1) -> None:
+    """Raise a `ValueError` unless it is a whole number of at least so much, or not given.
+
+    Example:
+        >>> check_count("num_samples", 0)
+        Traceback (most recent call last):
+        ValueError: num_samples: must be a whole number of at least 1, got 0.
+    """
+    if value is not None and (not isinstance(value, int) or value < lowest):
+        raise ValueError(f"{argument}: must be a whole number of at least {lowest}, got {value!r}.")
+
+
 @dataclass
 class FineTuningConfig(TrainingArguments):
     """The paper's training protocol, which `DEELBoConfig` and the baselines' `MAPConfig` share.
@@ -100,9 +112,7 @@ class FineTuningConfig(TrainingArguments):
     def _check_counts(self, **least: int) -> None:
         """Each of these arguments must be a whole number of at least so much, if it is given."""
         for name, lowest in least.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < lowest):
-                raise ValueError(f"{name}: must be a whole number of at least {lowest}, got {value!r}.")
+            check_count(name, getattr(self, name), lowest)
 
     def _check_inherited(self) -> None:
         if self.weight_decay != 0:

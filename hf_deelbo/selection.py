@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from .config import check_count
 from .files import as_json
 from .results_file import ResultsFile
 from .trainer import DEELBoTrainer
@@ -119,8 +120,7 @@ def select(
         raise ValueError(f"method: unknown method {method!r}; choose one of {', '.join(METHODS)}.")
     if not candidates or len(set(candidates)) != len(candidates):
         raise ValueError(f"candidates: needs at least one, and none twice; got {list(candidates)}.")
-    if num_samples is not None and num_samples < 1:
-        raise ValueError(f"num_samples: must be a whole number of at least 1, got {num_samples!r}.")
+    check_count("num_samples", num_samples)
     session = _Session(make_trainer, Path(folder), method, list(candidates), num_samples)
     survivors = list(candidates)
     parts = halving_schedule(len(candidates)) if method == "halving" else []

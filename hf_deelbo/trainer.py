@@ -16,7 +16,7 @@ from transformers.utils import PushInProgress, logging
 
 from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
-from .config import DEELBoConfig
+from .config import DEELBoConfig, check_count
 from .files import finish_interrupted
 from .fine_tuning import FineTuningTrainer
 from .hub import push_folder
@@ -207,9 +207,8 @@ class DEELBoTrainer(FineTuningTrainer):
             A `DEELBo`: J is its `value`.
         """
         num_samples = self.args.num_elbo_samples if num_samples is None else num_samples
-        for argument, value in {"num_samples": num_samples, "num_examples": num_examples}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{argument}: must be a whole number of at least 1, got {value!r}.")
+        check_count("num_samples", num_samples)
+        check_count("num_examples", num_examples)
         if dataset is not None and num_examples is not None:
             raise ValueError("num_examples: takes examples of the training set; give it or a `dataset`, not both.")
         is_training_set = dataset is None and num_examples is None

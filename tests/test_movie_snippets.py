@@ -1,4 +1,4 @@
-"""The text dataset of the study, from an archive like the one on PyPI."""
+"""The text dataset of the study, from an archive like the package's own."""
 
 import io
 import tarfile
