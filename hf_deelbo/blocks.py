@@ -138,11 +138,32 @@ def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale:
         torch._foreach_add_(targets, torch._foreach_mul(tensors, scale))
 
 
+def write_scaled_sum(
+    targets: list[torch.Tensor], tensors: list[torch.Tensor], others: list[torch.Tensor], scale: torch.Tensor
+) -> None:
+    """Set `target = tensor + scale * other`, for all of them; `others` may be used up.
+
+    Example:
+        >>> target = torch.empty(2)
+        >>> write_scaled_sum([target], [torch.ones(2)], [torch.ones(2)], torch.tensor(0.5))
+        >>> target
+        tensor([1.5000, 1.5000])
+    """
+    if scale.device.type == "cpu":
+        alpha = scale.item()
+        for target, tensor, other in zip(targets, tensors, others, strict=True):
+            torch.add(tensor, other, alpha=alpha, out=target)
+    else:  # reading the scale would make the host wait
+        torch._foreach_mul_(others, scale)
+        torch._foreach_add_(others, tensors)
+        torch._foreach_copy_(targets, others)
+
+
 def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> list[Result]:
     """`[function(block) for block in blocks]` without gradients, by as many threads as torch uses.
 
-    The results keep the order of the blocks, so a sum over them does not depend on the number of threads. No thread
-    is still at work when this returns or raises.
+    Each block is one thread's work alone, and the results keep the order of the blocks, so that sums do not depend on
+    the number of threads. None is still at work when this returns or raises.
 
     Example:
         >>> weights = {"weight": torch.ones(6)}
@@ -154,6 +175,7 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
 
     @torch.no_grad()  # the mode is per thread
     def work() -> None:
+        torch.set_num_threads(1)  # of this thread's own operations
         while True:
             try:
                 index, block = todo.popleft()
@@ -161,13 +183,14 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
                 return
             results[index] = function(block)
 
-    num_helpers = min(torch.get_num_threads(), len(blocks)) - 1
-    helpers = [_pool(os.getpid()).submit(work) for _ in range(num_helpers)]
+    num_threads = torch.get_num_threads()
+    helpers = [_pool(os.getpid()).submit(work) for _ in range(min(num_threads, len(blocks)) - 1)]
     try:
         work()
     finally:
         todo.clear()
         wait(helpers)
+        torch.set_num_threads(num_threads)
     for helper in helpers:
         helper.result()
     return results

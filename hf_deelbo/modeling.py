@@ -1,7 +1,7 @@
 """Classifiers by name, and which of their parameters are the head V; the others are the backbone w."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -199,6 +199,22 @@ def trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         [[3.0, 3.0]]
     """
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def point_parameters_to(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Let parameters hold these tensors, by name, not copies of them; their gradients stay.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> mine = torch.ones(1, 2)
+        >>> point_parameters_to({"weight": mine}, model)
+        >>> _ = mine.fill_(5)
+        >>> model.weight.tolist()
+        [[5.0, 5.0]]
+    """
+    for name, parameter in model.named_parameters():
+        if name in tensors:
+            parameter.data = tensors[name]
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:

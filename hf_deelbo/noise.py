@@ -4,26 +4,34 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import Block, Tensors, add_scaled_, rows_of_a_piece
+from .blocks import Block, Tensors, rows_of_a_piece, write_scaled_sum
 from .sharding import first_row
 
 
-def add_noise_to_block_(
-    tensors: Tensors, block: Block, sigma: torch.Tensor, key: tuple[int, ...], on_cpu: bool = False
+def write_noisy_block(
+    target: Tensors, tensors: Tensors, block: Block, sigma: torch.Tensor, key: tuple[int, ...], on_cpu: bool = False
 ) -> None:
-    """In place `w = w + sigma * eps`, with `eps ~ N(0, I)` drawn from `key` and the names of the tensors in `block`.
+    """Set `w' = w + sigma * eps`, with `eps ~ N(0, I)` drawn from `key` and the names of the tensors in `block`.
+
+    Args:
+        target: holds w', by name; may be `tensors` itself.
+        tensors: holds w.
+        block: the part of them to write.
+        sigma: the standard deviation of the noise.
+        key: decides eps, together with the device that draws it.
+        on_cpu: draw it on the CPU wherever the tensors are.
 
     Example:
         >>> from hf_deelbo.blocks import blocks_of
-        >>> once, again = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
-        >>> for tensors in (once, again):
-        ...     for block in blocks_of(tensors):
-        ...         add_noise_to_block_(tensors, block, torch.tensor(0.1), key=(42, 0))
+        >>> w, once, again = ({"w": torch.zeros(3)} for _ in range(3))
+        >>> for target in (once, again):
+        ...     for block in blocks_of(w):
+        ...         write_noisy_block(target, w, block, torch.tensor(0.1), key=(42, 0))
         >>> torch.equal(once["w"], again["w"])
         True
     """
     noise = [_standard_normal(tensors[name], f"{key}/{name}", rows, on_cpu) for name, rows in block.pieces]
-    add_scaled_(block.of(tensors), noise, sigma)
+    write_scaled_sum(block.of(target), block.of(tensors), noise, sigma)
 
 
 def _standard_normal(tensor: torch.Tensor, key: str, rows: slice, on_cpu: bool) -> torch.Tensor:

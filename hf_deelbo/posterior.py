@@ -19,8 +19,8 @@ from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_al
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
-from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode, trainable_parameters
-from .noise import add_noise_to_block_
+from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode, point_parameters_to, trainable_parameters
+from .noise import write_noisy_block
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
@@ -101,7 +101,9 @@ class GaussianPosterior(Shareable):
         self.rho = nn.Parameter(torch.tensor(init_rho, dtype=wide_dtype(device), device=device))
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
-        self._mean_copy: dict[str, torch.Tensor] = {}
+        self._room: dict[str, torch.Tensor] = {}
+        self._means: Tensors = {}
+        self._sample: Tensors = {}
         self.is_sampled = False
         self.update_prior_variances()
 
@@ -166,10 +168,11 @@ class GaussianPosterior(Shareable):
 
     @contextmanager
     def sampled(self, *key: int, on_cpu: bool = False) -> Iterator[None]:
-        """Within it the model's weights are w = w_bar + sigma * eps, in place, with eps ~ N(0, I) drawn from `key`.
+        """Within it the model's weights are w = w_bar + sigma * eps, with eps ~ N(0, I) drawn from `key`.
 
-        The means come back to the bit on exit, also when the body raises or is interrupted. Gradients that the body
-        leaves in the parameters are those at the sample; see `complete_gradients`.
+        The sample has memory of its own, and the parameters point to it until the exit, also when the body raises or
+        is interrupted; the means are not touched. Gradients that the body leaves in the parameters are those at the
+        sample; see `complete_gradients`.
 
         Args:
             *key: decides eps, together with the device that draws it.
@@ -177,27 +180,25 @@ class GaussianPosterior(Shareable):
         """
         self._forbid_while_sampled("sampled")
         weights, sigma = self.parameters(), self.sigma
-        self._make_room_for_mean(weights)
-        kept: list[Block] = []
+        self._make_room(weights)
+        if self._is_sharded:  # FSDP2 keeps its weights where they are
+            _copy(weights, self._room)
+            self._means, self._sample = self._room, weights
+        else:
+            self._means, self._sample = weights, self._room
 
-        def keep_mean_and_add_noise(block: Block) -> None:
-            torch._foreach_copy_(block.of(self._mean_copy), block.of(weights))
-            kept.append(block)
-            add_noise_to_block_(weights, block, sigma, key, on_cpu)
-
-        def restore_mean(block: Block) -> None:
-            torch._foreach_copy_(block.of(weights), block.of(self._mean_copy))
+        def draw(block: Block) -> None:
+            write_noisy_block(self._sample, self._means, block, sigma, key, on_cpu)
 
         self.is_sampled = True
         try:
-            on_all_cores(keep_mean_and_add_noise, blocks_of(weights))
+            on_all_cores(draw, blocks_of(self._means))
+            if not self._is_sharded:
+                point_parameters_to(self._sample, self.model)
             yield
         finally:
-            if self._is_sharded:
-                weights = self.parameters()  # FSDP2 may have moved them in its first forward pass
             if self.is_sampled:
-                on_all_cores(restore_mean, kept)
-                self.is_sampled = False
+                self._take_back_sample()
 
     @torch.no_grad()
     def complete_gradients(self, loss_scale: torch.Tensor | float = 1.0) -> None:
@@ -217,32 +218,31 @@ class GaussianPosterior(Shareable):
         if not self.is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
-        weights, gradients = self.parameters(), gradients_of(self.model)
+        if self._is_sharded:
+            self._sample = self.parameters()  # FSDP2 may have moved it in its first forward pass
+        gradients = gradients_of(self.model)
         product = kl_gradient = torch.zeros_like(sigma)
         for prior, variance in ((self.prior, self.lambda_), (self.head_prior, self.tau)):
             if prior.num_parameters:
                 pull = kl_weight / variance
-                product = product + self._complete_part(weights, gradients, prior, pull)
+                product = product + self._complete_part(gradients, prior, pull)
                 kl_gradient = kl_gradient + kl_gradient_of_sigma(
                     sigma, variance, trace_inverse=prior.trace_inverse, num_parameters=prior.num_parameters
                 )
         dsigma_drho = torch.sigmoid(self.rho)
         self.rho.grad = (product / sigma + kl_weight * kl_gradient) * dsigma_drho
-        self.is_sampled = False
+        self._take_back_sample()
 
-    def _complete_part(
-        self, weights: Tensors, gradients: Tensors, prior: GaussianPrior, pull: torch.Tensor
-    ) -> torch.Tensor:
-        """In one pass over a part: return <g, w - w_bar>, set g += pull * Sigma_p^-1 (w_bar - mu_p) and w = w_bar."""
-        means = prior.own(self._mean_copy)
+    def _complete_part(self, gradients: Tensors, prior: GaussianPrior, pull: torch.Tensor) -> torch.Tensor:
+        """In one pass over a part: return <g, w - w_bar>, set g += pull * Sigma_p^-1 (w_bar - mu_p), spend w."""
+        means = prior.own(self._means)
         precision_product = prior.precision_product(means)
 
         def complete(block: Block) -> torch.Tensor:
-            w, w_bar, g = block.of(weights), block.of(means), block.of(gradients)
-            torch._foreach_sub_(w, w_bar)
+            w, g = block.of(self._sample), block.of(gradients)
+            torch._foreach_sub_(w, block.of(means))
             product = inner_product(w, g)
             add_scaled_(g, precision_product(block), pull)
-            torch._foreach_copy_(w, w_bar)
             return product
 
         products = [product.to(pull.dtype) for product in on_all_cores(complete, blocks_of(means))]
@@ -453,11 +453,19 @@ class GaussianPosterior(Shareable):
             raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
         return float(kappa)
 
-    def _make_room_for_mean(self, weights: Tensors) -> None:
-        """Allocate the copy of the means once; it is used again by every sample."""
-        kept = self._mean_copy
-        if any(name not in kept or not _same_kind(kept[name], tensor) for name, tensor in weights.items()):
-            self._mean_copy = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    def _make_room(self, weights: Tensors) -> None:
+        """Allocate memory for a second set of weights once; it is used again by every sample."""
+        room = self._room
+        if any(name not in room or not _same_kind(room[name], tensor) for name, tensor in weights.items()):
+            self._room = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+
+    def _take_back_sample(self) -> None:
+        """The model is the posterior mean again."""
+        if self._is_sharded:
+            _copy(self._means, self.parameters())
+        else:
+            point_parameters_to(self._means, self.model)
+        self.is_sampled, self._means, self._sample = False, {}, {}
 
     def _forbid_while_sampled(self, what: str) -> None:
         if self.is_sampled:
@@ -486,8 +494,13 @@ def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
         raise ValueError(f"head_names: {unknown[0]!r} is not a trainable parameter of the model.")
 
 
+def _copy(source: Tensors, target: Tensors) -> None:
+    on_all_cores(lambda block: torch._foreach_copy_(block.of(target), block.of(source)), blocks_of(source))
+
+
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    kinds = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (one, other)]
+    return kinds[0] == kinds[1]
 
 
 def _check_count(argument: str, value: int) -> None:

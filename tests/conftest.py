@@ -34,7 +34,7 @@ from transformers import (
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, LowRankPrior
 from hf_deelbo.blocks import blocks_of, on_all_cores
 from hf_deelbo.modeling import head_parameter_names
-from hf_deelbo.noise import add_noise_to_block_
+from hf_deelbo.noise import write_noisy_block
 
 # the models are tiny: a second thread only makes them wait for it, long if the machine has other work
 torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def load_example(name: str) -> ModuleType:
 
 def add_noise_(tensors: dict[str, torch.Tensor], sigma: torch.Tensor, key: tuple[int, ...]) -> None:
     """w = w + sigma * eps, for all tensors."""
-    on_all_cores(lambda block: add_noise_to_block_(tensors, block, sigma, key), blocks_of(tensors))
+    on_all_cores(lambda block: write_noisy_block(tensors, tensors, block, sigma, key), blocks_of(tensors))
 
 
 MODELS = {"vit": tiny_vit, "resnet": tiny_resnet, "bert": tiny_bert}

@@ -71,3 +71,11 @@ def test_an_error_is_raised_after_all_threads_have_stopped():
 def test_no_gradient_is_recorded_in_any_thread():
     modes = on_all_cores(lambda block: torch.is_grad_enabled(), many_blocks())
     assert not any(modes)
+
+
+def test_a_block_is_the_work_of_one_thread_and_the_number_of_threads_comes_back():
+    assert on_all_cores(lambda block: torch.get_num_threads(), many_blocks()) == [1] * 100
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ZeroDivisionError):
+        on_all_cores(lambda block: 1 / 0, many_blocks())
+    assert torch.get_num_threads() == 2

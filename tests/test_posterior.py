@@ -81,6 +81,20 @@ class TestSampled:
                 torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-6)
         assert_same(before, snapshot(posterior.model))
 
+    def test_the_mean_keeps_its_memory_and_the_sample_its_layout(self):
+        posterior = make_posterior("resnet")
+        parameters = dict(posterior.model.named_parameters())
+        for layout in (torch.contiguous_format, torch.channels_last):
+            posterior.model.to(memory_format=layout)
+            memory = {name: p.data_ptr() for name, p in parameters.items()}
+            strides = {name: p.stride() for name, p in parameters.items()}
+            with posterior.sampled(0):
+                for name, parameter in posterior.model.named_parameters():
+                    assert parameter is parameters[name]
+                    assert parameter.data_ptr() != memory[name]
+                    assert parameter.stride() == strides[name]
+            assert {name: p.data_ptr() for name, p in posterior.model.named_parameters()} == memory
+
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_the_mean_comes_back_when_the_body_raises(self, error, snapshot, assert_same):
         posterior = make_posterior()
@@ -94,7 +108,6 @@ class TestSampled:
     @pytest.mark.usefixtures("two_threads")
     @pytest.mark.parametrize("blocks_before", [0, 1, 3])
     def test_the_mean_comes_back_when_the_noise_fails(self, blocks_before, snapshot, assert_same, monkeypatch):
-        """Also of blocks that were not copied yet, whose copy holds something else."""
         monkeypatch.setattr("hf_deelbo.blocks.BLOCK_SIZE", 500)
         posterior, calls = make_posterior(), []
         with posterior.sampled(0):
@@ -102,15 +115,15 @@ class TestSampled:
         for parameter in posterior.model.parameters():
             parameter.data.add_(1)
         before = snapshot(posterior.model)
-        add_noise_to_block_ = posterior_module.add_noise_to_block_
+        write_noisy_block = posterior_module.write_noisy_block
 
         def fail(*args):
             calls.append(1)
-            add_noise_to_block_(*args)
+            write_noisy_block(*args)
             if len(calls) > blocks_before:
                 raise MemoryError
 
-        monkeypatch.setattr(posterior_module, "add_noise_to_block_", fail)
+        monkeypatch.setattr(posterior_module, "write_noisy_block", fail)
         with pytest.raises(MemoryError), posterior.sampled(1):
             pass
         assert_same(before, snapshot(posterior.model))
@@ -220,6 +233,27 @@ class TestGradients:
         torch.testing.assert_close(posterior.rho.grad, rho.grad, rtol=1e-5, atol=0)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad.double(), w_bar[name].grad, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.usefixtures("two_threads")
+    def test_they_do_not_depend_on_the_number_of_threads(self):
+        """With tensors so large that torch would share one among its threads, in the backbone and in the head."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(600, 700), nn.Linear(700, 300))
+        posterior = GaussianPosterior(model, ["1.weight", "1.bias"], init_sigma=0.05, num_examples=24)
+        gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data.add_(0.01 * torch.randn_like(parameter))
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name].clone()
+            posterior.update_prior_variances()
+            with posterior.sampled(0):
+                posterior.complete_gradients()
+            numbers = [posterior.lambda_, posterior.tau, *posterior.kl, posterior.rho.grad]
+            results.append(numbers + [parameter.grad for parameter in model.parameters()])
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
     def test_a_loss_scale_scales_all_of_them(self):
         gradients = []

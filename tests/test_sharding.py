@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_deelbo import DEELBoTrainer, GaussianPosterior
 from hf_deelbo.baselines import MAPConfig, MAPTrainer
 from hf_deelbo.blocks import BLOCK_SIZE, blocks_of
-from hf_deelbo.noise import add_noise_to_block_
+from hf_deelbo.noise import write_noisy_block
 from hf_deelbo.sharding import (
     check_sharding,
     class_of,
@@ -91,7 +91,7 @@ class TestRows:
 def test_noise_does_not_depend_on_the_sharding(shape, world_size):
     def noise_of(tensor: torch.Tensor) -> torch.Tensor:
         for block in blocks_of({"w": tensor}):
-            add_noise_to_block_({"w": tensor}, block, torch.tensor(0.5), key=(1, 2))
+            write_noisy_block({"w": tensor}, {"w": tensor}, block, torch.tensor(0.5), key=(1, 2))
         return local(tensor)
 
     shards = on_each_rank(world_size, lambda mesh: noise_of(empty_parameter(shape, mesh)))

@@ -40,14 +40,14 @@ class PhaseTimer:
     def __init__(self, posterior: GaussianPosterior):
         self.seconds = defaultdict(list)
         posterior.update_prior_variances = self._timed(posterior.update_prior_variances, "lambda, tau and KL")
-        posterior.complete_gradients = self._timed(posterior.complete_gradients, "<g, eps>, KL's gradient, restore")
+        posterior.complete_gradients = self._timed(posterior.complete_gradients, "<g, eps> and KL's gradient")
         sampled = posterior.sampled
 
         @contextmanager
         def timed_sampled(*key: int, **kwargs) -> Iterator[None]:
             start = time.perf_counter()
             with sampled(*key, **kwargs):
-                self.seconds["copy w_bar, draw and add the noise"].append(time.perf_counter() - start)
+                self.seconds["draw the sample"].append(time.perf_counter() - start)
                 yield
 
         posterior.sampled = timed_sampled
