@@ -80,7 +80,7 @@ class StudyRun:
     Example:
         >>> run = StudyRun("digits", 100, 1001, "deelbo-halving", steps=50)
         >>> run.id, run.num_runs
-        ('cbbdea51e4', 1.4)
+        ('cbbdea51e4', 1.3)
     """
 
     dataset: str

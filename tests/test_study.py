@@ -54,7 +54,7 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         ("method", "runs"),
-        [("deelbo-full", 8), ("deelbo-halving", 1.4), ("elbo", 1.4), ("map-grid", 25), ("map-tpe", 11)],
+        [("deelbo-full", 8), ("deelbo-halving", 1.3), ("elbo", 1.3), ("map-grid", 25), ("map-tpe", 11)],
     )
     def test_cost(self, method, runs):
         assert StudyRun("digits", 100, 1, method, init_sigmas=(1e-4, 1e-2), num_trials=10).num_runs == runs
