@@ -147,6 +147,17 @@ def test_batch(tiny, monkeypatch):
         assert_consistent(record)
 
 
+def test_pixels(tiny, monkeypatch):
+    by_pixels = [workloads.images(f"{size}px", tiny_resnet, batch_size=2, size=size) for size in (8, 16)]
+    monkeypatch.setattr(step_cost, "BY_PIXELS", by_pixels)
+    records = list(step_cost.sweep_pixels(arguments()))
+    assert [record["model"] for record in records] == ["8px", "16px"]
+    for record in records:
+        assert_consistent(record)
+    shapes = [workload.examples(1)[0]["pixel_values"].shape for workload in workloads.BY_PIXELS]
+    assert shapes == [(3, size, size) for size in (64, 128, 224)]
+
+
 def test_a_sweep_that_is_stopped_leaves_what_it_has(tiny, tmp_path, monkeypatch):
     output = tmp_path / "cost.json"
     measured = iter([{"model": "one"}])

@@ -9,6 +9,7 @@ The sweeps:
     models     three usual models, with PTYL's prior too, and the peak memory of a process of its own for each method
     size       BERTs of 1 to 110 million parameters; also the posterior's own work over one draw and one SGD update
     batch      EfficientNet-Lite0 with batches of several sizes
+    pixels     ResNet-50 with images of several sizes, up to the paper's
     processes  one process and two, by DDP over gloo, that share the batch and the threads
 
 The trainers run the same model, data and optimiser in one process and take turns, a few steps at a time, so that a
@@ -29,7 +30,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 from turns import METHODS, PTYL_RANK, make_trainer, measure_posterior, measure_steps
-from workloads import BY_SIZE, USUAL, WORKLOADS, Workload
+from workloads import BY_PIXELS, BY_SIZE, USUAL, WORKLOADS, Workload
 
 PTYL_TARGET = 1.10  # over L2-SP
 POSTERIOR_TARGET = 3  # over one draw and one SGD update
@@ -57,6 +58,12 @@ def sweep_batch(arguments: argparse.Namespace) -> Iterator[dict]:
     for workload in _workloads(arguments, USUAL[:1]):
         for batch_size in arguments.batch_sizes:
             yield measure_steps(workload, arguments.rounds, arguments.steps, batch_size)
+
+
+def sweep_pixels(arguments: argparse.Namespace) -> Iterator[dict]:
+    """Time against the size of the images: likewise."""
+    for workload in _workloads(arguments, BY_PIXELS):
+        yield measure_steps(workload, arguments.rounds, arguments.steps)
 
 
 def sweep_processes(arguments: argparse.Namespace) -> Iterator[dict]:
@@ -208,6 +215,7 @@ SWEEPS: dict[str, Callable[[argparse.Namespace], Iterator[dict]]] = {
     "models": sweep_models,
     "size": sweep_size,
     "batch": sweep_batch,
+    "pixels": sweep_pixels,
     "processes": sweep_processes,
 }
 

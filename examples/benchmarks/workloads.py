@@ -110,4 +110,5 @@ BY_SIZE = (
     bert("bert-60m", layers=8, hidden=640, batch_size=8, tokens=32),
     bert("bert-110m", layers=12, hidden=768, batch_size=8, tokens=32),
 )
-WORKLOADS = {workload.name: workload for workload in (*USUAL, *BY_SIZE)}
+BY_PIXELS = tuple(images(f"resnet50-{size}px", resnet50, batch_size=32, size=size) for size in (64, 128, 224))
+WORKLOADS = {workload.name: workload for workload in (*USUAL, *BY_SIZE, *BY_PIXELS)}
