@@ -239,14 +239,23 @@ class Comparison:
 
 
 def compare(row: Row, rows: Sequence[Row]) -> Comparison | None:
-    """A row of the DE ELBo or ELBo with the grid search of its task and prior, if there is one on the same sets."""
+    """A row of the DE ELBo or ELBo with the grid search of its task and prior, if there is one on the same sets.
+
+    Of several, with other learning rates, it is the one that shares the most sets, then the largest.
+    """
     if row.config["method"] in ("map-grid", "map-random", "map-tpe"):
         return None
-    for grid in rows:
-        same = (grid.task, grid.config["prior"]) == (row.task, row.config["prior"])
-        if same and grid.config["method"] == "map-grid" and (shared := row.sets & grid.sets):
-            return Comparison(row.on(shared), grid.on(shared))
-    return None
+    grids = [
+        grid
+        for grid in rows
+        if (grid.task, grid.config["prior"], grid.config["method"]) == (row.task, row.config["prior"], "map-grid")
+        and row.sets & grid.sets
+    ]
+    if not grids:
+        return None
+    grid = max(grids, key=lambda grid: (len(row.sets & grid.sets), max(grid.costs("runs"))))
+    shared = row.sets & grid.sets
+    return Comparison(row.on(shared), grid.on(shared))
 
 
 def comparison_table(rows: Sequence[Row]) -> str:
@@ -261,6 +270,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
             [
                 row.config["dataset"],
                 f"{row.config['train_size']:,}",
+                f"{row.config['steps']:,}",
                 row.name,
                 spread(ours.values("accuracy"), 1, 100),
                 spread(grid.values("accuracy"), 1, 100),
@@ -273,7 +283,7 @@ def comparison_table(rows: Sequence[Row]) -> str:
             ]
         )
     header = [
-        *("data", "N", "method", "accuracy %", "grid's accuracy %", "its mean in the grid's lowest-highest"),
+        *("data", "N", "steps", "method", "accuracy %", "grid's accuracy %", "its mean in the grid's lowest-highest"),
         *("NLL at the mean: ours, grid's", "NLL: our average, grid's recomputed"),
         *("times fewer runs", "times fewer seconds", "lines / grid's"),
     ]

@@ -143,12 +143,24 @@ class TestTables:
         table = comparison_table(rows_of(GRID + HALVING + PLAIN))
         ours, plain = ([cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:])
         # on the first two sets the grid has 40 and 44 %, NLL 1.7, recomputed 1.6
-        assert ours[:6] == [
-            *("cifar10", "100", "L2-SP, DE ELBo, halving, sigma from 0.01"),
+        assert ours[:7] == [
+            *("cifar10", "100", "150", "L2-SP, DE ELBo, halving, sigma from 0.01"),
             *("42.5 (42.0-43.0)", "42.0 (40.0-44.0)", "within"),
         ]
-        assert ours[6:10] == ["**worse**: 2.20, 1.70", "better: 1.45, 1.60", "15.6", "14.4"]
-        assert plain[5:8] == ["**below**", "**worse**: inf, 1.60", "**worse**: 2.30, 1.50"]
+        assert ours[7:11] == ["**worse**: 2.20, 1.70", "better: 1.45, 1.60", "15.6", "14.4"]
+        assert plain[6:9] == ["**below**", "**worse**: inf, 1.60", "**worse**: 2.30, 1.50"]
+
+    def test_of_several_grids_it_is_the_one_on_more_sets_then_the_larger(self):
+        def grid(seeds, runs, rates):
+            lines = [run | {"runs": runs} for run in GRID if run["config"]["subset_seed"] in seeds]
+            return [run | {"config": run["config"] | {"learning_rates": rates}} for run in lines]
+
+        on_one, on_both, large = grid([1001], 99, [0.01]), grid([1001, 2001], 7, [0.1]), grid([1001, 2001], 9, [0.001])
+        for grids, expected in ((on_one + on_both, on_both), (on_both + large, large)):
+            for lines in (grids + HALVING, HALVING + grids[::-1]):
+                (comparison,) = filter(None, (compare(row, rows_of(lines)) for row in rows_of(lines)))
+                assert comparison.grid.config["learning_rates"] == expected[0]["config"]["learning_rates"]
+                assert comparison.grid.sets == {1001, 2001}
 
     def test_another_task_or_prior_is_not_compared(self):
         other = [run | {"config": run["config"] | {"steps": 7}} for run in GRID]
