@@ -340,15 +340,21 @@ def _training_nll(trainer: FineTuningTrainer) -> list[list[float]]:
 
 
 def machine() -> dict[str, Any]:
-    """What a time depends on, without a name of the machine."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {platform.machine()}"
+    """What a time, and the last bit of a result, depends on, without a name of the machine."""
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _cpu() -> str:
+    """Its model, as far as it tells, and the instructions that torch uses of it."""
+    known = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    models = [line.partition(":")[2].strip() for line in known.splitlines() if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commit() -> str | None:
