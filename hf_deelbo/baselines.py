@@ -31,7 +31,7 @@ from .config import PRIORS, FineTuningConfig, positive_number
 from .files import as_json
 from .fine_tuning import FineTuningTrainer
 from .metrics import class_averaged_accuracy, probabilities_of
-from .modeling import gradients_of, head_parameter_names, trainable_parameters
+from .modeling import gradients_of, head_parameter_names, parameters_by_name, values_of
 from .priors import GaussianPrior, IsotropicPrior
 from .results_file import ResultsFile
 
@@ -147,7 +147,7 @@ class MAPTrainer(FineTuningTrainer):
     def priors(self) -> tuple[GaussianPrior, GaussianPrior]:
         """p(w) of the backbone and p(V) of the head, up to their variances."""
         if self._priors is None:
-            weights = trainable_parameters(self.model)
+            weights = values_of(parameters_by_name(self.model))
             names = head_parameter_names(self.model, self.args.head_names)
             backbone = self._make_prior(names)
             backbone.check_matches({name: w for name, w in weights.items() if name not in names})
@@ -162,7 +162,7 @@ class MAPTrainer(FineTuningTrainer):
 
     def penalty(self) -> Penalty:
         """strength/2 (w - mu_p)^T Sigma_p^-1 (w - mu_p) at the present weights, of the backbone and of the head."""
-        weights = trainable_parameters(self.model)
+        weights = values_of(parameters_by_name(self.model))
         parts = zip(self.priors, self.strengths, strict=True)
         return Penalty(*(strength / 2 * prior.mahalanobis(prior.own(weights)) for prior, strength in parts))
 
@@ -224,7 +224,8 @@ class MAPTrainer(FineTuningTrainer):
     @torch.no_grad()
     def _add_gradient_of_penalty(self) -> torch.Tensor:
         """In place gradient += strength Sigma_p^-1 (w - mu_p), as `Trainer` would scale it; the norms of the sums."""
-        weights, gradients = trainable_parameters(self.model), gradients_of(self.model)
+        parameters = parameters_by_name(self.model)
+        weights, gradients = values_of(parameters), gradients_of(parameters)
         scale = self._loss_scale()
         norms = []
         for prior, strength in zip(self.priors, self.strengths, strict=True):

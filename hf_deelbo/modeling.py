@@ -186,53 +186,60 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(mode)
 
 
-def trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters by name, each once (tied weights too), as views without gradient.
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters, each once (tied weights too).
+
+    It walks over all modules, which takes milliseconds: a training step should do so once or twice.
 
     Example:
         >>> model = nn.Linear(2, 1)
         >>> _ = model.bias.requires_grad_(False)
-        >>> list(trainable_parameters(model))
+        >>> list(parameters_by_name(model))
         ['weight']
-        >>> _ = trainable_parameters(model)["weight"].fill_(3)
-        >>> model.weight.tolist()
-        [[3.0, 3.0]]
     """
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def point_parameters_to(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Let parameters hold these tensors, by name, not copies of them; their gradients stay.
+def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """What the parameters hold, by name, not copies of it; without gradient.
 
     Example:
         >>> model = nn.Linear(2, 1)
-        >>> mine = torch.ones(1, 2)
-        >>> point_parameters_to({"weight": mine}, model)
-        >>> _ = mine.fill_(5)
+        >>> _ = values_of(parameters_by_name(model))["weight"].fill_(3)
+        >>> model.weight.tolist()
+        [[3.0, 3.0]]
+    """
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def point_to(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Let the parameters hold these tensors, by name, not copies of them; their gradients stay.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> mine = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+        >>> point_to(mine, parameters_by_name(model))
+        >>> _ = mine["weight"].fill_(5)
         >>> model.weight.tolist()
         [[5.0, 5.0]]
     """
-    for name, parameter in model.named_parameters():
-        if name in tensors:
-            parameter.data = tensors[name]
+    for name, parameter in parameters.items():
+        parameter.data = tensors[name]
 
 
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of the trainable parameters by name.
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Their gradients by name.
 
     Where the loss does not reach there is a zero to add to: a prior pulls there too.
 
     Example:
-        >>> gradients_of(nn.Linear(2, 1))
+        >>> gradients_of(parameters_by_name(nn.Linear(2, 1)))
         {'weight': tensor([[0., 0.]]), 'bias': tensor([0.])}
     """
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients[name] = parameter.grad
-    return gradients
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return {name: parameter.grad for name, parameter in parameters.items()}
 
 
 def _draw_head_anew(model: nn.Module) -> None:

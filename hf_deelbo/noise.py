@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import Block, Tensors, rows_of_a_piece, write_scaled_sum
+from .blocks import Block, Tensors, rows_of, rows_of_a_piece, write_scaled_sum
 from .sharding import first_row
 
 
@@ -43,7 +43,7 @@ def _standard_normal(tensor: torch.Tensor, key: str, rows: slice, on_cpu: bool) 
     for start in range(first // step * step, last, step):
         stop = min(start + step, tensor.shape[0])
         drawn = _draw(tensor, (stop - start, *tensor.shape[1:]), f"{key}/{start}", on_cpu)
-        parts.append(drawn[max(first, start) - start : min(last, stop) - start])
+        parts.append(rows_of(drawn, slice(max(first, start) - start, min(last, stop) - start)))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

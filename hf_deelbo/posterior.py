@@ -19,7 +19,15 @@ from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_al
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
-from .modeling import TASK_OF, auto_class_of, gradients_of, in_eval_mode, point_parameters_to, trainable_parameters
+from .modeling import (
+    TASK_OF,
+    auto_class_of,
+    gradients_of,
+    in_eval_mode,
+    parameters_by_name,
+    point_to,
+    values_of,
+)
 from .noise import write_noisy_block
 from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
@@ -102,6 +110,7 @@ class GaussianPosterior(Shareable):
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
         self._room: dict[str, torch.Tensor] = {}
+        self._sampled_parameters: dict[str, nn.Parameter] = {}
         self._means: Tensors = {}
         self._sample: Tensors = {}
         self.is_sampled = False
@@ -111,9 +120,7 @@ class GaussianPosterior(Shareable):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
-        if self._is_sharded:
-            reshard(self.model)
-        return trainable_parameters(self.model)
+        return values_of(self._parameters_now())
 
     @property
     def backbone(self) -> dict[str, torch.Tensor]:
@@ -179,8 +186,10 @@ class GaussianPosterior(Shareable):
             on_cpu: draw it on the CPU wherever the model is, so that the key alone decides: slower on a GPU.
         """
         self._forbid_while_sampled("sampled")
-        weights, sigma = self.parameters(), self.sigma
+        parameters, sigma = self._parameters_now(), self.sigma
+        weights = values_of(parameters)
         self._make_room(weights)
+        self._sampled_parameters = parameters
         if self._is_sharded:  # FSDP2 keeps its weights where they are
             _copy(weights, self._room)
             self._means, self._sample = self._room, weights
@@ -194,7 +203,7 @@ class GaussianPosterior(Shareable):
         try:
             on_all_cores(draw, blocks_of(self._means))
             if not self._is_sharded:
-                point_parameters_to(self._sample, self.model)
+                point_to(self._sample, parameters)
             yield
         finally:
             if self.is_sampled:
@@ -218,9 +227,10 @@ class GaussianPosterior(Shareable):
         if not self.is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
-        if self._is_sharded:
-            self._sample = self.parameters()  # FSDP2 may have moved it in its first forward pass
-        gradients = gradients_of(self.model)
+        if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
+            self._sampled_parameters = self._parameters_now()
+            self._sample = values_of(self._sampled_parameters)
+        gradients = gradients_of(self._sampled_parameters)
         product = kl_gradient = torch.zeros_like(sigma)
         for prior, variance in ((self.prior, self.lambda_), (self.head_prior, self.tau)):
             if prior.num_parameters:
@@ -453,6 +463,11 @@ class GaussianPosterior(Shareable):
             raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
         return float(kappa)
 
+    def _parameters_now(self) -> dict[str, nn.Parameter]:
+        if self._is_sharded:
+            reshard(self.model)
+        return parameters_by_name(self.model)
+
     def _make_room(self, weights: Tensors) -> None:
         """Allocate memory for a second set of weights once; it is used again by every sample."""
         room = self._room
@@ -464,8 +479,8 @@ class GaussianPosterior(Shareable):
         if self._is_sharded:
             _copy(self._means, self.parameters())
         else:
-            point_parameters_to(self._means, self.model)
-        self.is_sampled, self._means, self._sample = False, {}, {}
+            point_to(self._means, self._sampled_parameters)
+        self.is_sampled, self._sampled_parameters, self._means, self._sample = False, {}, {}, {}
 
     def _forbid_while_sampled(self, what: str) -> None:
         if self.is_sampled:

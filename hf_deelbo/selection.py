@@ -2,7 +2,8 @@
 
 Two ways: `"full"` trains every candidate to the end, as the paper does, and takes the highest J. `"halving"` trains
 all for a small part of the steps, drops the half with the lower J, trains the rest on, and so forth (successive
-halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.3 runs instead of 4.
+halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.3 runs instead of 4. None is dropped before it
+has made ten steps, so that in trainings of fewer than 134 it costs more.
 
 After few steps J alone would drop the rates that learn: they move the means at once, and pay for it in the KL until
 sigma, which starts small, has grown too. So on the way, halving ranks by `potential`: J at these means with a sigma
@@ -32,6 +33,8 @@ logger = logging.get_logger(__name__)
 METHODS = ("full", "halving")
 RESULTS_FILE = "selection.json"
 HALVING_BUDGET = 1.3
+# sooner, J ranks by chance: after three steps another CPU's rounding made another choice, of a rate that did not learn
+LEAST_STEPS = 10
 # of a J that only drops candidates: the same noise and examples for all, and their J are far apart
 ROUGH_J = {"num_samples": 1, "num_examples": 512}
 
@@ -122,12 +125,12 @@ def select(
         raise ValueError(f"candidates: needs at least one, and none twice; got {list(candidates)}.")
     check_count("num_samples", num_samples)
     session = _Session(make_trainer, Path(folder), method, list(candidates), num_samples)
-    survivors = list(candidates)
-    parts = halving_schedule(len(candidates)) if method == "halving" else []
-    for part in parts:
-        trials = [session.run(candidate, part) for candidate in survivors]
+    survivors, rung = list(candidates), 0
+    trials = [session.run(candidate, rung) for candidate in survivors]
+    while trials[0].steps < session.max_steps:
         survivors = [trial.candidate for trial in _best_first(trials)][: math.ceil(len(survivors) / 2)]
-    trials = [session.run(candidate, 1.0) for candidate in survivors]
+        rung += 1
+        trials = [session.run(candidate, rung) for candidate in survivors]
     best = _best_first(trials)[0]
     if best.de_elbo == -math.inf:
         raise FloatingPointError("Every candidate diverged. Give smaller learning rates.")
@@ -135,27 +138,52 @@ def select(
     return session.trainer_of(best.candidate), Selection(method, best.candidate, tuple(session.trials), session.runs())
 
 
-def halving_schedule(num_candidates: int, budget: float = HALVING_BUDGET) -> list[float]:
-    """After which parts of the steps half of the candidates are dropped, so that all costs `budget` runs.
+def halving_steps(num_candidates: int, max_steps: int) -> list[int]:
+    """After how many steps half of the candidates are dropped, each time, in a training of `max_steps`.
 
-    With n_k candidates left, n_{k+1} = ceil(n_k / 2), the parts are f, 2f, 4f, ... and the cost is
-    n_0 f + n_1 f + n_2 2f + ... + (1 - 2^(K-1) f), which gives f.
+    They are s, 2s, 4s, ... With n_k candidates left, n_{k+1} = ceil(n_k / 2), all costs n_0 s + n_1 s + n_2 2s + ...
+    + (max_steps - 2^(K-1) s) steps, and s is such that this is `HALVING_BUDGET` runs, but at least `LEAST_STEPS`.
 
     Example:
-        >>> halving_schedule(4)
-        [0.075, 0.15]
-        >>> halving_schedule(1)
-        []
+        >>> halving_steps(4, max_steps=6000)
+        [450, 900]
+        >>> halving_steps(4, max_steps=50)
+        [10, 20]
+        >>> halving_steps(4, max_steps=15)  # the two that are left are trained to the end
+        [10]
     """
+    counts = _candidates_left(num_candidates)
+    num_rungs = len(counts) - 1
+    if num_rungs == 0:
+        return []
+    cost = counts[0] + sum(counts[k] * 2 ** (k - 1) for k in range(1, num_rungs)) - 2 ** (num_rungs - 1)
+    first = max(LEAST_STEPS, math.floor((HALVING_BUDGET - 1) / cost * max_steps + 1e-9))
+    return [steps for steps in (first * 2**k for k in range(num_rungs)) if steps < max_steps]
+
+
+def halving_runs(num_candidates: int, max_steps: int) -> float:
+    """What halving costs, in full runs.
+
+    Example:
+        >>> halving_runs(4, max_steps=6000)
+        1.3
+        >>> halving_runs(4, max_steps=50)
+        1.8
+    """
+    total, done = 0, 0
+    rungs = [*halving_steps(num_candidates, max_steps), max_steps]
+    for steps, left in zip(rungs, _candidates_left(num_candidates), strict=False):
+        total += left * (steps - done)
+        done = steps
+    return total / max_steps
+
+
+def _candidates_left(num_candidates: int) -> list[int]:
+    """At first, and after each time that half of them are dropped."""
     counts = [num_candidates]
     while counts[-1] > 1:
         counts.append(math.ceil(counts[-1] / 2))
-    num_parts = len(counts) - 1
-    if num_parts == 0:
-        return []
-    cost = counts[0] + sum(counts[k] * 2 ** (k - 1) for k in range(1, num_parts)) - 2 ** (num_parts - 1)
-    first = (budget - 1) / cost
-    return [round(first * 2**k, 10) for k in range(num_parts)]
+    return counts
 
 
 def potential(trainer: DEELBoTrainer, **kwargs: Any) -> float:
@@ -230,6 +258,7 @@ class _Session:
         num_samples: int | None,
     ):
         self.make_trainer, self.folder, self.num_samples = make_trainer, folder, num_samples
+        self.method, self.num_candidates = method, len(candidates)
         search = {"method": method, "candidates": [asdict(candidate) for candidate in candidates]}
         self.file = ResultsFile(folder / RESULTS_FILE, search)
         known = self.file.read()
@@ -239,13 +268,14 @@ class _Session:
         ]
         self._last: tuple[Candidate, DEELBoTrainer] | None = None
 
-    def run(self, candidate: Candidate, part: float) -> Trial:
-        """Train a candidate up to a part of its steps and measure it; what was done before is not done again."""
+    def run(self, candidate: Candidate, rung: int) -> Trial:
+        """Train a candidate up to the steps of a rung and measure it; what was done before is not done again."""
         start, trainer = time.perf_counter(), None
         if self.max_steps is None:
             trainer = self._new_trainer(candidate)
             self.max_steps = _num_steps(trainer)
-        steps = max(1, math.floor(part * self.max_steps + 1e-9))
+        rungs = halving_steps(self.num_candidates, self.max_steps) if self.method == "halving" else []
+        steps = [*rungs, self.max_steps][rung]
         for trial in self.trials:
             if (trial.candidate, trial.steps) == (candidate, steps):
                 return trial

@@ -44,7 +44,7 @@ from .modeling import EMBEDDED_MODEL, EMBEDDED_MODELS
 from .plots import FixedPosterior
 from .prior_files import PriorConfig
 from .runs import DataArguments, ModelArguments, Task
-from .selection import HALVING_BUDGET, Candidate, select
+from .selection import Candidate, halving_runs, select
 from .trainer import DEELBoTrainer
 
 DEELBO_METHODS = ("deelbo-full", "deelbo-halving", "deelbo-single", "elbo")
@@ -80,7 +80,7 @@ class StudyRun:
     Example:
         >>> run = StudyRun("digits", 100, 1001, "deelbo-halving", steps=50)
         >>> run.id, run.num_runs
-        ('cbbdea51e4', 1.3)
+        ('cbbdea51e4', 1.8)
     """
 
     dataset: str
@@ -151,7 +151,7 @@ class StudyRun:
         if self.is_map:
             return self.num_trials + 1
         count = len(self.candidates)
-        return count if self.method == "deelbo-full" or count == 1 else HALVING_BUDGET
+        return count if self.method == "deelbo-full" else halving_runs(count, self.steps)
 
 
 def expand(block: Mapping[str, Any]) -> list[StudyRun]:

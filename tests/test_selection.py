@@ -10,14 +10,15 @@ from conftest import make_dataset, make_model
 
 from hf_deelbo import DEELBoTrainer
 from hf_deelbo.objective import DEELBo
-from hf_deelbo.selection import HALVING_BUDGET, Candidate, elbo_objective, halving_schedule, potential, select
+from hf_deelbo.selection import Candidate, elbo_objective, halving_runs, halving_steps, potential, select
 
 CANDIDATES = [Candidate(rate, 0.05) for rate in (0.1, 0.01, 0.001, 0.0001)]
 
 
 @pytest.fixture
-def task(make_config, tmp_path):
-    """A factory of trainers that counts the steps it was asked to make."""
+def task(make_config, tmp_path, monkeypatch):
+    """A factory of trainers that counts the steps it was asked to make; halving may drop after three of their 20."""
+    monkeypatch.setattr("hf_deelbo.selection.LEAST_STEPS", 3)
 
     class Task:
         folder = tmp_path / "selection"
@@ -49,15 +50,43 @@ def task(make_config, tmp_path):
     return Task()
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 5, 8, 12])
-def test_halving_costs_its_budget(number):
-    parts, left, done, cost = halving_schedule(number), number, 0.0, 0.0
-    for part in [*parts, 1.0]:
-        cost += left * (part - done)
-        left, done = math.ceil(left / 2), part
-    assert cost == pytest.approx(HALVING_BUDGET)
-    assert parts == sorted(parts)
-    assert parts[-1] < 1
+def cost_of(steps: list[int], number: int, max_steps: int) -> int:
+    """Steps of all candidates, half of which are dropped each time."""
+    left, done, cost = number, 0, 0
+    for rung in [*steps, max_steps]:
+        cost += left * (rung - done)
+        left, done = math.ceil(left / 2), rung
+    return cost
+
+
+class TestHalvingSteps:
+    @pytest.mark.parametrize("number", [2, 3, 4, 5, 8, 12])
+    def test_a_long_training_costs_1_3_runs(self, number):
+        steps = halving_steps(number, 60_000)
+        cost = cost_of(steps, number, 60_000) / 60_000
+        assert cost == pytest.approx(1.3, abs=1e-3)
+        assert cost <= 1.3
+        assert halving_runs(number, 60_000) == cost
+        assert len(steps) == math.ceil(math.log2(number))
+
+    @pytest.mark.parametrize(
+        ("max_steps", "steps", "runs"),
+        [
+            (200, [15, 30], 1.3),
+            (100, [10, 20], 1.4),
+            (50, [10, 20], 1.8),
+            (15, [10], 50 / 15),
+        ],
+    )
+    def test_in_a_short_one_none_is_dropped_before_ten_steps(self, max_steps, steps, runs):
+        assert halving_steps(4, max_steps) == steps
+        assert cost_of(steps, 4, max_steps) / max_steps == pytest.approx(runs)
+        assert halving_runs(4, max_steps) == pytest.approx(runs)
+
+    @pytest.mark.parametrize(("number", "max_steps"), [(1, 6000), (4, 10)])
+    def test_where_there_is_nothing_to_drop_all_are_trained_in_full(self, number, max_steps):
+        assert halving_steps(number, max_steps) == []
+        assert halving_runs(number, max_steps) == number
 
 
 class TestPotential:
@@ -134,10 +163,9 @@ class TestFull:
 class TestHalving:
     def test_it_drops_the_lower_half_and_ends_as_an_uninterrupted_run(self, task):
         trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
-        assert [trial.steps for trial in selection.trials] == [1] * 4 + [3] * 2 + [20]
-        assert task.steps == 4 * 1 + 2 * 2 + 17
+        assert [trial.steps for trial in selection.trials] == [3] * 4 + [6] * 2 + [20]
+        assert task.steps == 4 * 3 + 2 * 3 + 14
         assert selection.runs == pytest.approx(task.steps / 20)
-        assert selection.runs <= HALVING_BUDGET
         first = {trial.candidate: trial.de_elbo for trial in selection.trials[:4]}
         kept = {trial.candidate for trial in selection.trials[4:6]}
         assert min(first[candidate] for candidate in kept) > max(first[c] for c in CANDIDATES if c not in kept)
@@ -147,6 +175,14 @@ class TestHalving:
         for name, tensor in whole.model.state_dict().items():
             assert torch.equal(trainer.model.state_dict()[name], tensor), name
         assert len(trainer.state.log_history) >= 20
+
+    def test_in_a_short_training_the_last_two_are_trained_in_full(self, task, monkeypatch):
+        monkeypatch.setattr("hf_deelbo.selection.LEAST_STEPS", 10)
+        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        assert [trial.steps for trial in selection.trials] == [10] * 4 + [20] * 2
+        last = {trial.candidate: trial.de_elbo for trial in selection.trials[4:]}
+        assert selection.best == max(last, key=last.get)
+        assert trainer.de_elbo().value == pytest.approx(last[selection.best], rel=1e-9)
 
     def test_j_on_the_way_is_rough(self, task):
         calls = []

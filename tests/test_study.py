@@ -54,10 +54,13 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         ("method", "runs"),
-        [("deelbo-full", 8), ("deelbo-halving", 1.3), ("elbo", 1.3), ("map-grid", 25), ("map-tpe", 11)],
+        [("deelbo-full", 4), ("deelbo-halving", 1.4), ("elbo", 1.4), ("map-grid", 25), ("map-tpe", 11)],
     )
     def test_cost(self, method, runs):
-        assert StudyRun("digits", 100, 1, method, init_sigmas=(1e-4, 1e-2), num_trials=10).num_runs == runs
+        assert StudyRun("digits", 100, 1, method, steps=100, num_trials=10).num_runs == runs
+
+    def test_one_candidate_costs_one_run(self):
+        assert StudyRun("digits", 100, 1, "deelbo-single", learning_rates=(0.1,)).num_runs == 1
 
     def test_lists_are_axes_but_for_candidates(self):
         runs = expand(
@@ -171,6 +174,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("method", ["deelbo-halving", "map-grid"])
 def test_a_stopped_study_ends_with_the_same_lines(script, model, tmp_path, cache, monkeypatch, method):
+    monkeypatch.setattr("hf_deelbo.selection.LEAST_STEPS", 3)
     matrix = tmp_path / "tiny.yaml"
     matrix.write_text(yaml.safe_dump([SHORT | {"subset_seed": [1001, 2001], "method": method, "model": model}]))
 

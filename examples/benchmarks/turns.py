@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from workloads import Workload
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
-from hf_deelbo.modeling import gradients_of, head_parameter_names, trainable_parameters
+from hf_deelbo.modeling import gradients_of, head_parameter_names, parameters_by_name, values_of
 
 METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
 PTYL_RANK = 5
@@ -104,7 +104,7 @@ def make_trainer(
 def low_rank_prior(model: PreTrainedModel) -> LowRankPrior:
     """Of rank 5, around the model's weights."""
     head = set(head_parameter_names(model))
-    mean = {name: w.clone() for name, w in trainable_parameters(model).items() if name not in head}
+    mean = {name: w.clone() for name, w in values_of(parameters_by_name(model)).items() if name not in head}
     diagonal = {name: 1e-4 * torch.rand_like(p) for name, p in mean.items()}
     deviations = {name: 1e-2 * torch.randn(PTYL_RANK, *p.shape) for name, p in mean.items()}
     return LowRankPrior(mean, diagonal, deviations)
@@ -167,7 +167,7 @@ def measure_posterior(workload: Workload, rounds: int) -> dict:
     torch.manual_seed(0)
     model = workload.make_model()
     posterior = GaussianPosterior(model, head_parameter_names(model), num_examples=workload.batch_size)
-    for gradient in gradients_of(model).values():
+    for gradient in gradients_of(parameters_by_name(model)).values():
         gradient.normal_()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-3, momentum=0.9, nesterov=True)
