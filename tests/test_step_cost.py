@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -32,13 +33,14 @@ def tiny_resnet() -> ResNetForImageClassification:
 
 @pytest.fixture
 def tiny(monkeypatch) -> dict[str, workloads.Workload]:
-    """Tiny workloads, which the sweeps find by name."""
+    """Tiny workloads, which the sweeps find by name, and their players in this process."""
     tiny = [
         workloads.images("resnet", tiny_resnet, batch_size=4, size=8),
         workloads.bert("bert", layers=1, hidden=32, batch_size=2, tokens=4, vocabulary=20),
     ]
     tiny = {workload.name: workload for workload in tiny}
     monkeypatch.setattr(step_cost, "WORKLOADS", tiny)
+    monkeypatch.setattr(turns, "PlayerProcess", lambda *args: turns.Player(*args[:4]))
     return tiny
 
 
@@ -91,7 +93,8 @@ def test_the_warm_up_is_not_counted(tiny, monkeypatch):
 
 
 def test_models(tiny, monkeypatch):
-    monkeypatch.setattr(step_cost, "measure_memory", lambda name: {"plain": 2**20, "deelbo": 2**21, "ptyl": 2**22})
+    peaks = iter([2**10, 2**10, 2**10, 2**20, 2**21, 2**22])  # of two rounds
+    monkeypatch.setattr(turns, "peak_memory", lambda: next(peaks))
     (record,) = step_cost.sweep_models(arguments(models=["resnet"]))
     assert_consistent(record)
     assert record["ratios"]["ptyl/deelbo"][1] == pytest.approx(
@@ -178,6 +181,22 @@ def test_the_command_prints_what_it_writes(tiny, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"{record['ratios']['deelbo/plain'][1]:.3f} (" in printed
     assert f"{record['own_work']['ratio'][1]:.3f} (" in printed
+
+
+def test_each_method_has_a_process_of_its_own():
+    workload = workloads.WORKLOADS["bert-1m"]
+    record = turns.measure_steps(workload, rounds=2, steps=1)
+    assert_consistent(record)
+    assert len(record["seconds"]["plain"]) == 2
+    assert record["num_parameters"] == num_trainable(workload)
+    assert 0 < record["peak_bytes"]["plain"] != record["peak_bytes"]["deelbo"]
+
+
+def test_a_process_that_fails_is_told(capfd):
+    workload = replace(workloads.WORKLOADS["bert-1m"], name="bert-of-no-size")
+    with pytest.raises(RuntimeError, match="plain: its process ended with exit code 1"):
+        turns.measure_steps(workload, rounds=1, steps=1)
+    assert "bert-of-no-size" in capfd.readouterr().err
 
 
 @pytest.mark.slow

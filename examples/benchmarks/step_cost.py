@@ -6,30 +6,25 @@
 
 The sweeps:
 
-    models     three usual models, with PTYL's prior too, and the peak memory of a process of its own for each method
+    models     three usual models, with PTYL's prior too, and the peak memory of each method's process
     size       BERTs of 1 to 110 million parameters; also the posterior's own work over one draw and one SGD update
     batch      EfficientNet-Lite0 with batches of several sizes
     pixels     ResNet-50 with images of several sizes, up to the paper's
     processes  one process and two, by DDP over gloo, that share the batch and the threads
 
-The trainers run the same model, data and optimiser in one process and take turns, a few steps at a time, so that a
-busy machine slows all alike. Weights are random: neither time nor memory depends on them.
+The trainers run the same model, data and optimiser, each in a process of its own, and take turns, a few steps at a
+time, so that a busy machine slows all alike. Weights are random: neither time nor memory depends on them.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 from transformers.utils import logging
-from turns import METHODS, PTYL_RANK, make_trainer, measure_posterior, measure_steps
+from turns import METHODS, PTYL_RANK, measure_posterior, measure_steps
 from workloads import BY_PIXELS, BY_SIZE, USUAL, WORKLOADS, Workload
 
 PTYL_TARGET = 1.10  # over L2-SP
@@ -42,8 +37,7 @@ MEMORY_TARGET = 2  # D floats over L2-SP's mu
 def sweep_models(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time and memory of all methods, at the models' usual batch sizes."""
     for workload in _workloads(arguments, USUAL):
-        record = measure_steps(workload, arguments.rounds, arguments.steps, methods=METHODS)
-        yield record | {"peak_bytes": measure_memory(workload.name)}
+        yield measure_steps(workload, arguments.rounds, arguments.steps, methods=METHODS)
 
 
 def sweep_size(arguments: argparse.Namespace) -> Iterator[dict]:
@@ -70,54 +64,11 @@ def sweep_processes(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against the number of processes, which share the batch and the threads."""
     for workload in _workloads(arguments, (USUAL[0], USUAL[2])):
         for world_size in arguments.world_sizes:
-            yield measure_in_processes(workload.name, world_size, arguments.rounds, arguments.steps)
+            yield measure_steps(workload, arguments.rounds, arguments.steps, world_size=world_size)
 
 
 def _workloads(arguments: argparse.Namespace, default: Iterable[Workload]) -> Iterable[Workload]:
     return [WORKLOADS[name] for name in arguments.models] if arguments.models else default
-
-
-# ---- In processes of their own -------------------------------------------------------------------------------------
-
-
-def measure_memory(name: str, repeats: int = 3) -> dict[str, float]:
-    """Peak resident bytes of a process that takes three steps, by method; the median of several."""
-    peaks = {}
-    for method in METHODS:
-        command = [sys.executable, __file__, "--models", name, "--peak_memory_of", method]
-        outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeats)]
-        peaks[method] = statistics.median(int(output.strip().splitlines()[-1]) for output in outputs)
-    return peaks
-
-
-def print_peak_memory(workload: Workload, method: str) -> None:
-    """Take three steps and print the peak of this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        make_trainer(method, workload, workload.batch_size, 3, folder).train()
-    with open("/proc/self/status") as file:  # getrusage would count what this process was forked from
-        peak = next(line for line in file if line.startswith("VmHWM"))
-    print(int(peak.split()[1]) * 1024)
-
-
-def measure_in_processes(name: str, world_size: int, rounds: int, steps: int) -> dict:
-    """`measure_steps` as the first of `world_size` processes sees it."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    threads = max(1, torch.get_num_threads() // world_size)
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder, "record.json")
-        command = [sys.executable, *(launcher if world_size > 1 else []), __file__, "--models", name]
-        command += ["--rounds", str(rounds), "--steps", str(steps), "--record", record]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
-        return json.loads(record.read_text())
-
-
-def write_record(arguments: argparse.Namespace) -> None:
-    """One of the processes of `measure_in_processes`."""
-    record = measure_steps(WORKLOADS[arguments.models[0]], arguments.rounds, arguments.steps)
-    if os.environ.get("RANK", "0") == "0":
-        Path(arguments.record).write_text(json.dumps(record))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 # ---- Tables --------------------------------------------------------------------------------------------------------
@@ -230,16 +181,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--output", help="also write each record to this JSON file, once it is measured")
-    parser.add_argument("--peak_memory_of", choices=METHODS, help=argparse.SUPPRESS)
-    parser.add_argument("--record", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.set_verbosity_error()
-    if arguments.peak_memory_of:
-        print_peak_memory(WORKLOADS[arguments.models[0]], arguments.peak_memory_of)
-        return
-    if arguments.record:
-        write_record(arguments)
-        return
     results = {sweep: [] for sweep in arguments.sweep}
     for sweep, records in results.items():
         for record in SWEEPS[sweep](arguments):

@@ -1,16 +1,21 @@
 """Seconds of training steps and of their parts, by methods that take turns, so that a busy machine slows all alike."""
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from workloads import Workload
+from transformers.utils import logging
+from workloads import WORKLOADS, Workload
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
 from hf_deelbo.modeling import gradients_of, head_parameter_names, parameters_by_name, values_of
@@ -110,8 +115,105 @@ def low_rank_prior(model: PreTrainedModel) -> LowRankPrior:
     return LowRankPrior(mean, diagonal, deviations)
 
 
+class Player:
+    """The trainer of one method, which takes turns of some steps with those of others."""
+
+    def __init__(self, method: str, workload: Workload, batch_size: int, steps: int):
+        self.folder, self.timer = tempfile.TemporaryDirectory(), StepTimer()
+        self.trainer = make_trainer(method, workload, batch_size, steps, self.folder.name, [self.timer])
+        self.phases = None if method == "plain" else PhaseTimer(self.trainer.posterior)
+
+    def turn(self) -> dict:
+        """Train, and tell the median seconds of a step and of the parts of what is added to the plain one."""
+        self.timer.seconds.clear()
+        if self.phases:
+            self.phases.seconds.clear()
+        self.trainer.train()
+        phases = self.phases.seconds if self.phases else {}
+        return {
+            "seconds": statistics.median(self.timer.seconds),
+            "phases": {phase: statistics.median(values) for phase, values in phases.items()},
+            "num_parameters": sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad),
+            "world_size": self.trainer.args.world_size,
+            "threads": torch.get_num_threads(),
+            "peak_bytes": peak_memory(),
+        }
+
+    def close(self) -> None:
+        """Remove its folder."""
+        self.folder.cleanup()
+
+
+def peak_memory() -> int:
+    """The most resident bytes that this process had."""
+    with open("/proc/self/status") as file:  # getrusage would count what this process was forked from
+        peak = next(line for line in file if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024
+
+
+class PlayerProcess:
+    """A `Player` in a process of its own, as users run it, or in several that share the batch and the threads.
+
+    Two trainers in one process share its heap, and what one of them leaves there decides how often the other has to
+    ask the system for memory: that made a step of ResNet-50 up to 70 ms slower or faster.
+    """
+
+    def __init__(self, method: str, workload: Workload, batch_size: int, steps: int, turns: int, world_size: int):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+        command = [sys.executable, *(launcher if world_size > 1 else []), __file__, method, workload.name]
+        command += map(str, (batch_size, steps, turns))
+        threads = max(1, torch.get_num_threads() // world_size)
+        self.method = method
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        )
+
+    def turn(self) -> dict:
+        """As of `Player`."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self.method}: its process ended with exit code {self.process.wait()}.")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process; after its last turn it ends by itself."""
+        self.process.stdin.close()  # if it waits for a turn, it fails now
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def play(method: str, workload: str, batch_size: str, steps: str, turns: str) -> None:
+    """What a `PlayerProcess` runs: a turn for each line of its input, answered by a line of its output."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed
+    logging.set_verbosity_error()
+    player, leads = (
+        Player(method, WORKLOADS[workload], int(batch_size), int(steps)),
+        os.environ.get("RANK", "0") == "0",
+    )
+    for _ in range(int(turns)):
+        if leads and not sys.stdin.readline():  # the others wait for its gradients
+            sys.exit("No turn is asked for any more.")
+        turn = player.turn()
+        if leads:
+            print(json.dumps(turn), file=answers, flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def measure_steps(
-    workload: Workload, rounds: int, steps: int, batch_size: int | None = None, methods: Sequence[str] = METHODS[:2]
+    workload: Workload,
+    rounds: int,
+    steps: int,
+    batch_size: int | None = None,
+    methods: Sequence[str] = METHODS[:2],
+    world_size: int = 1,
 ) -> dict:
     """Seconds of a step of each method, after a round to warm up, and of the parts of what is added to the plain one.
 
@@ -120,42 +222,35 @@ def measure_steps(
         rounds' ratios, as the parts of a round ran one after the other.
     """
     batch_size = batch_size or workload.batch_size
-    timers = {method: StepTimer() for method in methods}
-    with tempfile.TemporaryDirectory() as folder:
-        trainers = {
-            method: make_trainer(method, workload, batch_size, steps, folder, [timer])
-            for method, timer in timers.items()
-        }
-        phases = {method: PhaseTimer(trainers[method].posterior) for method in methods[1:]}
-        for round_ in range(rounds + 1):
-            for trainer in trainers.values():
-                trainer.train()
-            if round_ == 0:
-                for timer in (*timers.values(), *phases.values()):
-                    timer.seconds.clear()
-    seconds = {
-        method: [statistics.median(timer.seconds[i : i + steps]) for i in range(0, rounds * steps, steps)]
-        for method, timer in timers.items()
-    }
-    posterior = trainers["deelbo"].posterior
+    setting = workload, batch_size, steps, rounds + 1, world_size
+    with ExitStack() as stack:
+        players = {method: stack.enter_context(closing(PlayerProcess(method, *setting))) for method in methods}
+        turns = [{method: player.turn() for method, player in players.items()} for _ in range(rounds + 1)]
+    last, turns = turns[-1], turns[1:]
+    seconds = {method: [turn[method]["seconds"] for turn in turns] for method in methods}
     overheads = [deelbo - plain for deelbo, plain in zip(seconds["deelbo"], seconds["plain"], strict=True)]
+    num_parameters = last["deelbo"]["num_parameters"]
     return {
         "model": workload.name,
-        "num_parameters": posterior.num_parameters,
+        "num_parameters": num_parameters,
         "batch_size": batch_size,
-        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        "threads": torch.get_num_threads(),
+        "world_size": last["plain"]["world_size"],
+        "threads": last["plain"]["threads"],
         "target": workload.target if batch_size == workload.batch_size else None,
         "seconds": seconds,
         "ratios": {
             f"{method}/{other}": quartiles_of_ratio(seconds[method], seconds[other])
             for other, method in pairwise(methods)
         },
-        "overhead_ns_per_parameter": 1e9 * statistics.median(overheads) / posterior.num_parameters,
+        "overhead_ns_per_parameter": 1e9 * statistics.median(overheads) / num_parameters,
         "phases": {
-            method: {phase: statistics.median(values) for phase, values in timer.seconds.items()}
-            for method, timer in phases.items()
+            method: {
+                phase: statistics.median(turn[method]["phases"][phase] for turn in turns)
+                for phase in last[method]["phases"]
+            }
+            for method in methods[1:]
         },
+        "peak_bytes": {method: last[method]["peak_bytes"] for method in methods},
     }
 
 
@@ -194,3 +289,7 @@ def quartiles_of_ratio(seconds: Sequence[float], others: Sequence[float]) -> lis
     """Of one method's seconds to another's, round by round; the one in the middle is the median."""
     ratios = torch.tensor(seconds, dtype=torch.float64) / torch.tensor(others, dtype=torch.float64)
     return ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+
+
+if __name__ == "__main__":
+    play(*sys.argv[1:])
