@@ -129,8 +129,8 @@ def summary(rows: list[Row]) -> str:
     if not rows:
         return "No results yet: `python examples/study.py --preset digits`, then `make report`."
     lines = [line for row in rows for line in row.lines]
-    machines = {tuple(line["machine"][name] for name in ("cores", "threads", "torch")) for line in lines}
-    where = "; ".join("{} cores, {} for a run, torch {}".format(*machine) for machine in sorted(machines))
+    machines = {tuple(line["machine"][name] for name in ("cores", "device", "threads", "torch")) for line in lines}
+    where = "; ".join("{} cores ({}), {} for a run, torch {}".format(*machine) for machine in sorted(machines))
     days = sorted({line["date"] for line in lines})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     text = "All tables, figures and lines are in [examples/results](examples/results/REPORT.md)"

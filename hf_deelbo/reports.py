@@ -177,9 +177,7 @@ def cost_table(rows: Sequence[Row]) -> str:
     body = []
     for row in rows:
         comparison = compare(row, rows)
-        fewer = (
-            ["", ""] if comparison is None else [f"{comparison.times_fewer(name):.1f}" for name in ("runs", "seconds")]
-        )
+        fewer = ["", ""] if comparison is None else [comparison.times_fewer(name) for name in ("runs", "seconds")]
         of_a_run = [seconds / runs for seconds, runs in zip(row.costs("seconds"), row.costs("runs"), strict=True)]
         costs = [spread(row.costs("runs"), 1), spread(row.costs("seconds"), 0), spread(of_a_run, 0)]
         body.append([row.name, *costs, *fewer, row.ids])
@@ -233,9 +231,17 @@ class Comparison:
         ours, grid = (statistics.fmean(row.values("nll", a)) for row, a in ((self.ours, at), (self.grid, grid_at)))
         return f"{'better' if ours < grid else '**worse**'}: {ours:.2f}, {grid:.2f}"
 
-    def times_fewer(self, cost: str) -> float:
-        """How many times the grid's cost is ours."""
-        return sum(self.grid.costs(cost)) / sum(self.ours.costs(cost))
+    def times_fewer(self, cost: str) -> str:
+        """How many times the grid's cost is ours; seconds count where both were measured on the same machine."""
+        pairs = [
+            (ours, grid)
+            for ours, grid in zip(self.ours.lines, self.grid.lines, strict=True)
+            if cost != "seconds" or ours["machine"] == grid["machine"]
+        ]
+        if not pairs:
+            return ""
+        ours, grid = (sum(line[cost] for line in lines) for lines in zip(*pairs, strict=True))
+        return f"{grid / ours:.1f}"
 
 
 def compare(row: Row, rows: Sequence[Row]) -> Comparison | None:
@@ -277,8 +283,8 @@ def comparison_table(rows: Sequence[Row]) -> str:
                 comparison.accuracy,
                 comparison.nll("mean", "mean"),
                 comparison.nll("average", "mean_recomputed"),
-                f"{comparison.times_fewer('runs'):.1f}",
-                f"{comparison.times_fewer('seconds'):.1f}",
+                comparison.times_fewer("runs"),
+                comparison.times_fewer("seconds"),
                 f"{ours.ids} / {grid.ids}",
             ]
         )

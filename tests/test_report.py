@@ -139,6 +139,13 @@ class TestTables:
         # 25 / 1.6 runs; (2500 + 2700) / (160 + 200) seconds
         assert ours[:5] == ["1.6 (1.6-1.6)", "180 (160-200)", "112 (100-125)", "15.6", "14.4"]
 
+    def test_seconds_are_compared_on_the_same_machine(self):
+        other = GRID[0]["machine"] | {"device": "another cpu"}
+        elsewhere = [run | {"machine": other} for run in GRID]
+        for grid, seconds in (([elsewhere[0], *GRID[1:]], "13.5"), (elsewhere, "")):  # 2700 / 200
+            ours = cells(cost_table(rows_of(grid + HALVING)))["L2-SP, DE ELBo, halving, sigma from 0.01"]
+            assert ours[3:5] == ["15.6", seconds]
+
     def test_the_answers(self):
         table = comparison_table(rows_of(GRID + HALVING + PLAIN))
         ours, plain = ([cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:])
