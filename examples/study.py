@@ -35,6 +35,7 @@ SIGMAS = (1e-4, 1e-2)  # the paper's start of sigma, and one for short runs
 # steps: MAP's training NLL at its best learning rate comes to rest; sizes: for two cores
 DIGITS = {"dataset": "digits", "train_size": 100, "image_size": 32, "horizontal_flip": False, "steps": 100}
 DIGITS_50 = DIGITS | {"steps": 50}  # it still falls
+DIGITS_200 = DIGITS | {"steps": 200}
 CIFAR_100 = {"dataset": "cifar10", "train_size": 100, "image_size": 48, "steps": 100}
 CIFAR_1000 = {"dataset": "cifar10", "train_size": 1000, "image_size": 48, "steps": 150}
 PET = {"dataset": "oxford-iiit-pet", "train_size": 370, "image_size": 96, "steps": 100}
@@ -62,6 +63,11 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         *(DIGITS_50 | {"subset_seed": SEEDS, "method": "deelbo-full", "init_sigmas": (sigma,)} for sigma in SIGMAS),
         DIGITS_50 | {"subset_seed": SEEDS, "prior": "l2-zero", "method": "deelbo-full"},
         DIGITS_50 | {"subset_seed": SEEDS, "prior": ["l2-sp", "l2-zero"], "method": "map-grid"},
+    ],
+    # twice as long; the grid at the rate that it chose before
+    "digits-200": [
+        DIGITS_200 | {"subset_seed": SEEDS, "prior": ["l2-sp", "l2-zero"], "method": "deelbo-halving"},
+        DIGITS_200 | {"subset_seed": SEEDS, "method": "map-grid", "learning_rates": (0.1,)},
     ],
     # needs --ptyl_prior; ours is of 1,000 images of CIFAR-10: run_swag.py --dataset_name cifar10 --train_size 1000
     # --image_size 32 --cache_images --per_device_train_batch_size 128 --learning_rate 0.01 --max_steps 120

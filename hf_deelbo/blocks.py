@@ -171,22 +171,24 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
         [4.0, 2.0]
     """
     results: list[Result] = [None] * len(blocks)
-    todo = deque(enumerate(blocks))
+    # this thread takes those of many pieces first and the helpers those of few: small operations in two threads at
+    # once would wait for Python's lock most of the time
+    todo = deque(sorted(enumerate(blocks), key=lambda item: -len(item[1].pieces)))
 
     @torch.no_grad()  # the mode is per thread
-    def work() -> None:
+    def work(take: Callable[[], tuple[int, Block]]) -> None:
         torch.set_num_threads(1)  # of this thread's own operations
         while True:
             try:
-                index, block = todo.popleft()
+                index, block = take()
             except IndexError:
                 return
             results[index] = function(block)
 
     num_threads = torch.get_num_threads()
-    helpers = [_pool(os.getpid()).submit(work) for _ in range(min(num_threads, len(blocks)) - 1)]
+    helpers = [_pool(os.getpid()).submit(work, todo.pop) for _ in range(min(num_threads, len(blocks)) - 1)]
     try:
-        work()
+        work(todo.popleft)
     finally:
         todo.clear()
         wait(helpers)
