@@ -54,10 +54,12 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         ("method", "runs"),
-        [("deelbo-full", 4), ("deelbo-halving", 1.4), ("elbo", 1.4), ("map-grid", 25), ("map-tpe", 11)],
+        # of eight candidates 80 + 40 + 40 steps, and 60 of the last one
+        [("deelbo-full", 8), ("deelbo-halving", 2.2), ("elbo", 2.2), ("map-grid", 25), ("map-tpe", 11)],
     )
     def test_cost(self, method, runs):
-        assert StudyRun("digits", 100, 1, method, steps=100, num_trials=10).num_runs == runs
+        sigmas = (1e-4, 1e-2)
+        assert StudyRun("digits", 100, 1, method, steps=100, init_sigmas=sigmas, num_trials=10).num_runs == runs
 
     def test_one_candidate_costs_one_run(self):
         assert StudyRun("digits", 100, 1, "deelbo-single", learning_rates=(0.1,)).num_runs == 1

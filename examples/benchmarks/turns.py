@@ -193,10 +193,8 @@ def play(method: str, workload: str, batch_size: str, steps: str, turns: str) ->
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
     logging.set_verbosity_error()
-    player, leads = (
-        Player(method, WORKLOADS[workload], int(batch_size), int(steps)),
-        os.environ.get("RANK", "0") == "0",
-    )
+    player = Player(method, WORKLOADS[workload], int(batch_size), int(steps))
+    leads = os.environ.get("RANK", "0") == "0"
     for _ in range(int(turns)):
         if leads and not sys.stdin.readline():  # the others wait for its gradients
             sys.exit("No turn is asked for any more.")
