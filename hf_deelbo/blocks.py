@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,7 +11,6 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.nn.functional import mse_loss
 
 from .sharding import Tensors, first_row, local
 
@@ -73,14 +73,64 @@ def squared_distance(
         >>> squared_distance([torch.ones(3)], [torch.zeros(3)])
         tensor(3., dtype=torch.float64)
     """
-    if one[0].device.type == "cpu":
-        if other is None:
-            sums = [a.square().sum() for a in one]
-        else:
-            sums = [mse_loss(a, b, reduction="sum") for a, b in zip(one, other, strict=True)]
-        return torch.stack(sums).to(dtype).sum()
-    differences = one if other is None else torch._foreach_sub(one, other)
+    differences = one if other is None else subtract(one, other)
+    if one[0].is_cpu:
+        squares = scratch_like(one) if other is None else differences
+        for difference, square in zip(differences, squares, strict=True):
+            torch.mul(difference, difference, out=square)
+        return torch.stack([square.sum() for square in squares]).to(dtype).sum()
     return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
+
+
+def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Their differences, in memory of `scratch_like`.
+
+    Example:
+        >>> subtract([torch.ones(2)], [torch.tensor([0.0, 3.0])])
+        [tensor([ 1., -2.])]
+    """
+    differences = scratch_like(one)
+    for a, b, difference in zip(one, other, differences, strict=True):
+        torch.sub(a, b, out=difference)
+    return differences
+
+
+def scratch_like(
+    tensors: list[torch.Tensor], memory_format: torch.memory_format = torch.preserve_format
+) -> list[torch.Tensor]:
+    """Tensors of the same shapes and with any content, valid until this thread asks again: it gets the same memory.
+
+    On a CPU, what is allocated and freed for each block at each step costs more than what is computed there: when the
+    C library sees it freed it may give all the memory that a backward pass left free back to the system, and the next
+    forward pass asks for it again.
+
+    Example:
+        >>> one, other = (scratch_like([torch.ones(3)])[0] for _ in range(2))
+        >>> one.data_ptr() == other.data_ptr()
+        True
+    """
+    dtype = tensors[0].dtype
+    if not all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype for tensor in tensors):
+        return [torch.empty_like(tensor, memory_format=memory_format) for tensor in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = _scratch.numbers(sum(sizes), dtype).split(sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class _Scratch(threading.local):
+    """Memory of one thread, as much as it needed at most."""
+
+    def __init__(self):
+        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
+
+    def numbers(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        mine = self.by_dtype.get(dtype)
+        if mine is None or len(mine) < size:
+            mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
+        return mine[:size]
+
+
+_scratch = _Scratch()
 
 
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
@@ -96,7 +146,7 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
         [('weight', 2, 3), ('bias', 0, 2)]
     """
     if size is None:
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
+        on_cpu = all(tensor.is_cpu for tensor in tensors.values())
         size = BLOCK_SIZE if on_cpu else sys.maxsize
     here = ((name, tensor.shape, first_row(tensor), _num_rows(local(tensor))) for name, tensor in tensors.items())
     return list(_blocks_of(tuple(here), size))
@@ -132,7 +182,7 @@ def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale:
         >>> target
         tensor([1.5000, 1.5000])
     """
-    if scale.device.type == "cpu":
+    if scale.is_cpu:
         torch._foreach_add_(targets, tensors, alpha=scale.item())
     else:  # reading the scale would make the host wait
         torch._foreach_add_(targets, torch._foreach_mul(tensors, scale))
@@ -149,7 +199,7 @@ def write_scaled_sum(
         >>> target
         tensor([1.5000, 1.5000])
     """
-    if scale.device.type == "cpu":
+    if scale.is_cpu:
         alpha = scale.item()
         for target, tensor, other in zip(targets, tensors, others, strict=True):
             torch.add(tensor, other, alpha=alpha, out=target)

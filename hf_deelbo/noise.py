@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import Block, Tensors, rows_of, rows_of_a_piece, write_scaled_sum
+from .blocks import Block, Tensors, rows_of_a_piece, scratch_like, write_scaled_sum
 from .sharding import first_row
 
 
@@ -30,25 +30,32 @@ def write_noisy_block(
         >>> torch.equal(once["w"], again["w"])
         True
     """
-    noise = [_standard_normal(tensors[name], f"{key}/{name}", rows, on_cpu) for name, rows in block.pieces]
-    write_scaled_sum(block.of(target), block.of(tensors), noise, sigma)
+    weights = block.of(tensors)
+    noise = scratch_like(weights, memory_format=torch.contiguous_format)
+    for (name, rows), eps in zip(block.pieces, noise, strict=True):
+        _write_standard_normal(eps, tensors[name], rows, f"{key}/{name}", on_cpu)
+    write_scaled_sum(block.of(target), weights, noise, sigma)
 
 
-def _standard_normal(tensor: torch.Tensor, key: str, rows: slice, on_cpu: bool) -> torch.Tensor:
-    """eps of some rows of `tensor`: it is drawn in pieces that the whole tensor decides, and cut to those rows."""
+def _write_standard_normal(eps: torch.Tensor, tensor: torch.Tensor, rows: slice, key: str, on_cpu: bool) -> None:
+    """eps of some rows of `tensor`: it is drawn in parts that the whole tensor decides, and cut to those rows."""
     if tensor.dim() == 0:
-        return _draw(tensor, (), f"{key}/0", on_cpu)
+        _draw(eps, f"{key}/0", on_cpu)
+        return
     first, last = (first_row(tensor) + row for row in (rows.start, rows.stop))
-    step, parts = rows_of_a_piece(tensor.shape), []
+    step = rows_of_a_piece(tensor.shape)
     for start in range(first // step * step, last, step):
         stop = min(start + step, tensor.shape[0])
-        drawn = _draw(tensor, (stop - start, *tensor.shape[1:]), f"{key}/{start}", on_cpu)
-        parts.append(rows_of(drawn, slice(max(first, start) - start, min(last, stop) - start)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if (first, last) == (start, stop):
+            _draw(eps, f"{key}/{start}", on_cpu)
+        else:  # only some of its rows are here
+            part = _draw(eps.new_empty((stop - start, *tensor.shape[1:])), f"{key}/{start}", on_cpu)
+            low, high = max(first, start), min(last, stop)
+            eps[low - first : high - first] = part[low - start : high - start]
 
 
-def _draw(like: torch.Tensor, shape: tuple[int, ...], key: str, on_cpu: bool) -> torch.Tensor:
+def _draw(eps: torch.Tensor, key: str, on_cpu: bool) -> torch.Tensor:
     seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
-    device = "cpu" if on_cpu else like.device  # each kind of device has numbers of its own
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.empty(shape, dtype=like.dtype, device=device).normal_(generator=generator).to(like.device)
+    if on_cpu and not eps.is_cpu:  # each kind of device has numbers of its own
+        return eps.copy_(torch.empty_like(eps, device="cpu").normal_(generator=torch.Generator().manual_seed(seed)))
+    return eps.normal_(generator=torch.Generator(eps.device).manual_seed(seed))

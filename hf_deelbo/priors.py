@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance
+from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance, subtract
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PriorCardData, save_card
@@ -28,7 +28,7 @@ from .objective import gaussian_kl, optimal_variance
 from .prior_files import PriorConfig, read_prior, write_prior
 from .sharding import copy_whole_, gathered, local, shard_like, total
 
-# Sigma_p^-1 (w - mu_p), one block at a time
+# Sigma_p^-1 (w - mu_p), one block at a time, to be used before the next one is asked for: memory is used again
 PrecisionProduct = Callable[[Block], list[torch.Tensor]]
 
 
@@ -165,7 +165,7 @@ class IsotropicPrior(GaussianPrior):
         """w - mu_p."""
         if self.mean is None:
             return lambda block: block.of(w)
-        return lambda block: torch._foreach_sub(block.of(w), block.of(self.mean))
+        return lambda block: subtract(block.of(w), block.of(self.mean))
 
     @property
     def config(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores, squared_distance
+from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores, scratch_like, squared_distance, subtract
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -45,6 +45,49 @@ def test_squared_distance_keeps_its_digits_in_float32(minus):
     ours = squared_distance(one, other if minus else None)
     assert ours.dtype == torch.float64
     torch.testing.assert_close(ours, exact, rtol=1e-7, atol=0)
+
+
+def test_scratch_has_the_shapes_asked_for_and_no_overlap():
+    tensors = [torch.empty(3, 2), torch.empty(()), torch.empty(0, 4), torch.empty(5)]
+    parts = scratch_like(tensors)
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
+        assert torch.equal(part, torch.full_like(tensor, number))
+
+
+def test_scratch_is_larger_when_more_is_asked_for():
+    size = len(scratch_like([torch.empty(3)])[0]) + 2**20
+    (more,) = scratch_like([torch.empty(size)])
+    more.fill_(1)
+    assert more.sum() == size
+
+
+def test_each_thread_has_scratch_of_its_own():
+    (mine,) = scratch_like([torch.empty(10)])
+    mine.fill_(1)
+    other = threading.Thread(target=lambda: scratch_like([torch.empty(10)])[0].fill_(2))
+    other.start()
+    other.join()
+    assert torch.equal(mine, torch.ones(10))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        torch.arange(48.0).view(2, 3, 2, 4).to(memory_format=torch.channels_last),
+        torch.arange(12.0).view(3, 4).T,
+        torch.arange(12.0)[::2],
+        torch.tensor(3.0),
+    ],
+    ids=["channels last", "transposed", "strided", "number"],
+)
+def test_differences_of_any_layout(one):
+    other = torch.ones_like(one)
+    wide = [torch.arange(3.0, dtype=torch.float64)], [torch.ones(3, dtype=torch.float64)]
+    differences = subtract([one, *wide[0]], [other, *wide[1]])
+    assert torch.equal(differences[0], one - other)
+    assert torch.equal(differences[1], torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))
 
 
 def test_results_keep_the_order_of_the_blocks():
