@@ -13,7 +13,8 @@ The sweeps:
     processes  one process and two, by DDP over gloo, that share the batch and the threads
 
 The trainers run the same model, data and optimiser, each in a process of its own, and take turns, a few steps at a
-time, so that a busy machine slows all alike. Weights are random: neither time nor memory depends on them.
+time, so that a busy machine slows all alike; CPU time, of all threads, is told too, as that is what a busy machine
+stretches least. Weights are random: neither time nor memory depends on them.
 """
 
 import argparse
@@ -94,6 +95,7 @@ def row_of_steps(record: dict) -> dict[str, str]:
         "plain": _seconds(record["seconds"]["plain"]),
         "DE ELBo": _seconds(record["seconds"]["deelbo"]),
         "ratio (quartiles)": _ratio(record["ratios"]["deelbo/plain"], record["target"]),
+        "of CPU time": _ratio(record["cpu_ratios"]["deelbo/plain"]),
         "overhead": f"{record['overhead_ns_per_parameter']:.1f} ns per parameter",
     }
 
@@ -105,6 +107,7 @@ def row_of_ptyl(record: dict) -> dict[str, str]:
         "DE ELBo": _seconds(record["seconds"]["deelbo"]),
         "PTYL": _seconds(record["seconds"]["ptyl"]),
         "PTYL / L2-SP (quartiles)": _ratio(record["ratios"]["ptyl/deelbo"], PTYL_TARGET),
+        "of CPU time": _ratio(record["cpu_ratios"]["ptyl/deelbo"]),
     }
 
 
@@ -144,7 +147,7 @@ def _seconds(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} s"
 
 
-def _ratio(quartiles: list[float], target: float | None) -> str:
+def _ratio(quartiles: list[float], target: float | None = None) -> str:
     low, median, high = quartiles
     return f"{median:.3f} ({low:.3f}-{high:.3f})" + (f", target {target}" if target else "")
 

@@ -25,18 +25,24 @@ PTYL_RANK = 5
 
 
 class StepTimer(TrainerCallback):
-    """Seconds from the start of each step to its end, lambda and tau's update included."""
+    """Seconds from the start of each step to its end, lambda and tau's update included, and those of all threads."""
 
     def __init__(self):
-        self.seconds = []
+        self.seconds, self.cpu_seconds = [], []
 
     def on_step_begin(self, *args, **kwargs) -> None:
-        """Start the clock."""
-        self.start = time.perf_counter()
+        """Start the clocks."""
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *args, **kwargs) -> None:
-        """Stop it."""
+        """Stop them."""
         self.seconds.append(time.perf_counter() - self.start)
+        self.cpu_seconds.append(time.process_time() - self.cpu_start)
+
+    def clear(self) -> None:
+        """Forget the steps."""
+        self.seconds.clear()
+        self.cpu_seconds.clear()
 
 
 class PhaseTimer:
@@ -125,13 +131,14 @@ class Player:
 
     def turn(self) -> dict:
         """Train, and tell the median seconds of a step and of the parts of what is added to the plain one."""
-        self.timer.seconds.clear()
+        self.timer.clear()
         if self.phases:
             self.phases.seconds.clear()
         self.trainer.train()
         phases = self.phases.seconds if self.phases else {}
         return {
             "seconds": statistics.median(self.timer.seconds),
+            "cpu_seconds": statistics.median(self.timer.cpu_seconds),
             "phases": {phase: statistics.median(values) for phase, values in phases.items()},
             "num_parameters": sum(p.numel() for p in self.trainer.model.parameters() if p.requires_grad),
             "world_size": self.trainer.args.world_size,
@@ -216,8 +223,8 @@ def measure_steps(
     """Seconds of a step of each method, after a round to warm up, and of the parts of what is added to the plain one.
 
     Returns:
-        A record of JSON types. `seconds` has the median of each round, by method; the ratio is the median of the
-        rounds' ratios, as the parts of a round ran one after the other.
+        A record of JSON types. `seconds` and `cpu_seconds`, of all threads, have the median of each round, by method;
+        a ratio is the median of the rounds' ratios, as the parts of a round ran one after the other.
     """
     batch_size = batch_size or workload.batch_size
     setting = workload, batch_size, steps, rounds + 1, world_size
@@ -225,7 +232,9 @@ def measure_steps(
         players = {method: stack.enter_context(closing(PlayerProcess(method, *setting))) for method in methods}
         turns = [{method: player.turn() for method, player in players.items()} for _ in range(rounds + 1)]
     last, turns = turns[-1], turns[1:]
-    seconds = {method: [turn[method]["seconds"] for turn in turns] for method in methods}
+    seconds, cpu_seconds = (
+        {method: [turn[method][clock] for turn in turns] for method in methods} for clock in ("seconds", "cpu_seconds")
+    )
     overheads = [deelbo - plain for deelbo, plain in zip(seconds["deelbo"], seconds["plain"], strict=True)]
     num_parameters = last["deelbo"]["num_parameters"]
     return {
@@ -236,10 +245,9 @@ def measure_steps(
         "threads": last["plain"]["threads"],
         "target": workload.target if batch_size == workload.batch_size else None,
         "seconds": seconds,
-        "ratios": {
-            f"{method}/{other}": quartiles_of_ratio(seconds[method], seconds[other])
-            for other, method in pairwise(methods)
-        },
+        "cpu_seconds": cpu_seconds,
+        "ratios": quartiles_of_ratios(seconds),
+        "cpu_ratios": quartiles_of_ratios(cpu_seconds),
         "overhead_ns_per_parameter": 1e9 * statistics.median(overheads) / num_parameters,
         "phases": {
             method: {
@@ -281,6 +289,13 @@ def measure_posterior(workload: Workload, rounds: int) -> dict:
                 seconds[part].append(time.perf_counter() - start)
     reference = [draw + sgd for draw, sgd in zip(seconds["draw"], seconds["sgd"], strict=True)]
     return {"seconds": seconds, "ratio": quartiles_of_ratio(seconds["posterior"], reference)}
+
+
+def quartiles_of_ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of each method's seconds to those of the one before it."""
+    return {
+        f"{method}/{other}": quartiles_of_ratio(seconds[method], seconds[other]) for other, method in pairwise(seconds)
+    }
 
 
 def quartiles_of_ratio(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
