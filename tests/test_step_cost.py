@@ -64,9 +64,11 @@ def sleep_in(monkeypatch, owner: type, method: str, times: int | None = None) ->
 
 def assert_consistent(record: dict) -> None:
     """Its figures follow from its seconds."""
+    for seconds, ratios in (("seconds", "ratios"), ("cpu_seconds", "cpu_ratios")):
+        plain, deelbo = record[seconds]["plain"], record[seconds]["deelbo"]
+        expected = statistics.median(d / p for d, p in zip(deelbo, plain, strict=True))
+        assert record[ratios]["deelbo/plain"][1] == pytest.approx(expected)
     plain, deelbo = record["seconds"]["plain"], record["seconds"]["deelbo"]
-    ratios = [d / p for d, p in zip(deelbo, plain, strict=True)]
-    assert record["ratios"]["deelbo/plain"][1] == pytest.approx(statistics.median(ratios))
     overheads = [1e9 * (d - p) / record["num_parameters"] for d, p in zip(deelbo, plain, strict=True)]
     assert record["overhead_ns_per_parameter"] == pytest.approx(statistics.median(overheads))
     json.dumps(record, allow_nan=False)
@@ -84,6 +86,7 @@ def test_a_step_has_all_that_is_added_in_it(tiny, monkeypatch, phase):
     assert len(record["seconds"]["deelbo"]) == 2
     assert min(record["seconds"]["deelbo"]) > SLEEP > min(record["seconds"]["plain"])
     assert max(record["phases"]["deelbo"].values()) > SLEEP
+    assert 0 < min(record["cpu_seconds"]["deelbo"]) < SLEEP  # who sleeps takes no CPU time
 
 
 def test_the_warm_up_is_not_counted(tiny, monkeypatch):
