@@ -45,7 +45,7 @@ def tiny(monkeypatch) -> dict[str, workloads.Workload]:
 
 
 def arguments(**kwargs) -> Namespace:
-    return Namespace(**({"models": None, "batch_sizes": [2, 4], "rounds": 1, "steps": 1} | kwargs))
+    return Namespace(**({"models": None, "batch_sizes": [2, 4], "rounds": 1, "steps": 1, "restarts": 1} | kwargs))
 
 
 def sleep_in(monkeypatch, owner: type, method: str, times: int | None = None) -> None:
@@ -93,6 +93,21 @@ def test_the_warm_up_is_not_counted(tiny, monkeypatch):
     sleep_in(monkeypatch, Trainer, "training_step", times=2)  # the first of both methods
     seconds = turns.measure_steps(tiny["bert"], rounds=1, steps=1)["seconds"]
     assert max(*seconds["plain"], *seconds["deelbo"]) < SLEEP
+
+
+def test_restarted_methods_warm_up_again(tiny, monkeypatch):
+    started = []
+
+    class Noted(turns.Player):
+        def __init__(self, method, *args):
+            super().__init__(method, *args)
+            started.append(method)
+
+    monkeypatch.setattr(turns, "PlayerProcess", lambda *args: Noted(*args[:4]))
+    record = turns.measure_steps(tiny["bert"], rounds=2, steps=1, restarts=3)
+    assert started == ["plain", "deelbo"] * 3
+    assert_consistent(record)
+    assert len(record["seconds"]["plain"]) == 6
 
 
 def test_models(tiny, monkeypatch):
@@ -167,7 +182,7 @@ def test_pixels(tiny, monkeypatch):
 def test_a_sweep_that_is_stopped_leaves_what_it_has(tiny, tmp_path, monkeypatch):
     output = tmp_path / "cost.json"
     measured = iter([{"model": "one"}])
-    monkeypatch.setattr(step_cost, "measure_steps", lambda *args: next(measured))
+    monkeypatch.setattr(step_cost, "measure_steps", lambda *args, **kwargs: next(measured))
     command = ["step_cost.py", "--sweep", "batch", "--models", "bert", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(RuntimeError):  # a generator's StopIteration

@@ -14,7 +14,8 @@ The sweeps:
 
 The trainers run the same model, data and optimiser, each in a process of its own, and take turns, a few steps at a
 time, so that a busy machine slows all alike; CPU time, of all threads, is told too, as that is what a busy machine
-stretches least. Weights are random: neither time nor memory depends on them.
+stretches least. A process is up to a tenth faster or slower than the same one started again, so a careful measurement
+has several `--restarts`. Weights are random: neither time nor memory depends on them.
 """
 
 import argparse
@@ -37,38 +38,44 @@ MEMORY_TARGET = 2  # D floats over L2-SP's mu
 
 def sweep_models(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time and memory of all methods, at the models' usual batch sizes."""
-    for workload in _workloads(arguments, USUAL):
-        yield measure_steps(workload, arguments.rounds, arguments.steps, methods=METHODS)
+    for workload in workloads_of(arguments, USUAL):
+        yield measure_steps(workload, **turns_of(arguments), methods=METHODS)
 
 
 def sweep_size(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against D, of whole steps and of the posterior's own work."""
-    for workload in _workloads(arguments, BY_SIZE):
-        record = measure_steps(workload, arguments.rounds, arguments.steps)
+    for workload in workloads_of(arguments, BY_SIZE):
+        record = measure_steps(workload, **turns_of(arguments))
         yield record | {"own_work": measure_posterior(workload, arguments.rounds * arguments.steps)}
 
 
 def sweep_batch(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against the batch size: what is added stays the same, so the ratio falls."""
-    for workload in _workloads(arguments, USUAL[:1]):
+    for workload in workloads_of(arguments, USUAL[:1]):
         for batch_size in arguments.batch_sizes:
-            yield measure_steps(workload, arguments.rounds, arguments.steps, batch_size)
+            yield measure_steps(workload, **turns_of(arguments), batch_size=batch_size)
 
 
 def sweep_pixels(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against the size of the images: likewise."""
-    for workload in _workloads(arguments, BY_PIXELS):
-        yield measure_steps(workload, arguments.rounds, arguments.steps)
+    for workload in workloads_of(arguments, BY_PIXELS):
+        yield measure_steps(workload, **turns_of(arguments))
 
 
 def sweep_processes(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against the number of processes, which share the batch and the threads."""
-    for workload in _workloads(arguments, (USUAL[0], USUAL[2])):
+    for workload in workloads_of(arguments, (USUAL[0], USUAL[2])):
         for world_size in arguments.world_sizes:
-            yield measure_steps(workload, arguments.rounds, arguments.steps, world_size=world_size)
+            yield measure_steps(workload, **turns_of(arguments), world_size=world_size)
 
 
-def _workloads(arguments: argparse.Namespace, default: Iterable[Workload]) -> Iterable[Workload]:
+def turns_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """How often and how long each method takes turns."""
+    return {name: getattr(arguments, name) for name in ("rounds", "steps", "restarts")}
+
+
+def workloads_of(arguments: argparse.Namespace, default: Iterable[Workload]) -> Iterable[Workload]:
+    """Those asked for, or else those of the sweep."""
     return [WORKLOADS[name] for name in arguments.models] if arguments.models else default
 
 
@@ -183,6 +190,7 @@ def main() -> None:
     parser.add_argument("--world_sizes", nargs="+", type=int, default=[1, 2], help="of the sweep over processes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--restarts", type=int, default=1, help="how often all of them start new processes")
     parser.add_argument("--output", help="also write each record to this JSON file, once it is measured")
     arguments = parser.parse_args()
     logging.set_verbosity_error()

@@ -219,19 +219,33 @@ def measure_steps(
     batch_size: int | None = None,
     methods: Sequence[str] = METHODS[:2],
     world_size: int = 1,
+    restarts: int = 1,
 ) -> dict:
-    """Seconds of a step of each method, after a round to warm up, and of the parts of what is added to the plain one.
+    """Seconds of a step of each method, and of the parts of what is added to the plain one.
+
+    Args:
+        workload: what is trained.
+        rounds: turns of each method in a process of its own, after one to warm up.
+        steps: of a turn.
+        batch_size: over all processes; the workload's own if left out.
+        methods: of `METHODS`, each compared with the one before it.
+        world_size: how many processes share the batch.
+        restarts: how often all that is done with new processes. Where the system and the allocator put its memory
+            makes a process up to a tenth faster or slower than the same one started again.
 
     Returns:
         A record of JSON types. `seconds` and `cpu_seconds`, of all threads, have the median of each round, by method;
         a ratio is the median of the rounds' ratios, as the parts of a round ran one after the other.
     """
     batch_size = batch_size or workload.batch_size
-    setting = workload, batch_size, steps, rounds + 1, world_size
-    with ExitStack() as stack:
-        players = {method: stack.enter_context(closing(PlayerProcess(method, *setting))) for method in methods}
-        turns = [{method: player.turn() for method, player in players.items()} for _ in range(rounds + 1)]
-    last, turns = turns[-1], turns[1:]
+    turns = []
+    for _ in range(restarts):
+        with ExitStack() as stack:
+            setting = workload, batch_size, steps, rounds + 1, world_size
+            players = {method: stack.enter_context(closing(PlayerProcess(method, *setting))) for method in methods}
+            _, *later = [{method: player.turn() for method, player in players.items()} for _ in range(rounds + 1)]
+        turns += later
+    last = turns[-1]
     seconds, cpu_seconds = (
         {method: [turn[method][clock] for turn in turns] for method in methods} for clock in ("seconds", "cpu_seconds")
     )
