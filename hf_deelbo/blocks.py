@@ -117,22 +117,6 @@ def scratch_like(
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-class _Scratch(threading.local):
-    """Memory of one thread, as much as it needed at most."""
-
-    def __init__(self):
-        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
-
-    def numbers(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        mine = self.by_dtype.get(dtype)
-        if mine is None or len(mine) < size:
-            mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
-        return mine[:size]
-
-
-_scratch = _Scratch()
-
-
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
     """Cut large tensors along their first dimension and gather small ones, into blocks of about `size` numbers.
 
@@ -252,3 +236,19 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
 def _pool(process_id: int) -> ThreadPoolExecutor:
     """The threads of this process: threads do not survive a fork, so a child makes its own."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hf_deelbo")
+
+
+class _Scratch(threading.local):
+    """Memory of one thread, as much as it needed at most."""
+
+    def __init__(self):
+        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
+
+    def numbers(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        mine = self.by_dtype.get(dtype)
+        if mine is None or len(mine) < size:
+            mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
+        return mine[:size]
+
+
+_scratch = _Scratch()

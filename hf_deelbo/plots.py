@@ -346,7 +346,8 @@ def plot_accuracy_over_compute(
     Args:
         points: seconds and accuracy on each training set, by the name of the method; the mean is marked, with a bar
             from the lowest to the highest accuracy.
-        curves: seconds and accuracy of some of these methods when they are stopped early.
+        curves: seconds and accuracy of some of these methods when they are stopped early, without the last training
+            on all the data.
         title: on which data.
 
     Example:
@@ -373,7 +374,8 @@ def plot_accuracy_over_compute(
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     _describe(axes, "compute of the whole choice, seconds", "test accuracy, %")
-    figure.suptitle("\n".join(filter(None, [title, "curves: a search that is stopped early"])), fontsize=FONT_SIZE)
+    what_curves_are = "curves: the best of a search so far, not yet trained again on all the data"
+    figure.suptitle("\n".join(filter(None, [title, what_curves_are])), fontsize=FONT_SIZE)
     figure.legend(handles=marks, loc="outside lower center", frameon=False, fontsize=FONT_SIZE)
     return _laid_out(figure)
 
