@@ -247,7 +247,8 @@ class _Scratch(threading.local):
     def numbers(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         mine = self.by_dtype.get(dtype)
         if mine is None or len(mine) < size:
-            mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
+            with torch.inference_mode(False):  # who asks again may be in another mode
+                mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
         return mine[:size]
 
 

@@ -472,7 +472,8 @@ class GaussianPosterior(Shareable):
         """Allocate memory for a second set of weights once; it is used again by every sample."""
         room = self._room
         if any(name not in room or not _same_kind(room[name], tensor) for name, tensor in weights.items()):
-            self._room = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+            with torch.inference_mode(False):  # training may use it after a prediction in that mode
+                self._room = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
 
     def _take_back_sample(self) -> None:
         """The model is the posterior mean again."""

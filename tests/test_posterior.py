@@ -6,7 +6,7 @@ from conftest import add_noise_, make_dataset, make_model
 from torch import nn
 from torch.func import functional_call
 
-from hf_deelbo import GaussianPosterior, IsotropicPrior
+from hf_deelbo import GaussianPosterior, IsotropicPrior, blocks
 from hf_deelbo import posterior as posterior_module
 from hf_deelbo.modeling import head_parameter_names
 
@@ -285,6 +285,21 @@ class TestGradients:
     def test_they_need_a_sample(self):
         with pytest.raises(RuntimeError, match="no weight sample"):
             make_posterior().complete_gradients()
+
+    def test_a_prediction_in_inference_mode_before_changes_nothing(self, monkeypatch):
+        gradients = {}
+        for before in (torch.no_grad, torch.inference_mode):
+            monkeypatch.setattr(blocks, "_scratch", blocks._Scratch())  # none is left of other tests
+            posterior = make_posterior()
+            with before(), posterior.sampled(7):
+                posterior.model(**batch())
+            posterior.update_prior_variances()
+            with posterior.sampled(1, 2):
+                posterior.model(**batch(), labels=torch.arange(8) % 3).loss.backward()
+                posterior.complete_gradients()
+            gradients[before] = [posterior.rho.grad, *(p.grad for p in posterior.model.parameters())]
+        for one, other in zip(*gradients.values(), strict=True):
+            assert torch.equal(one, other)
 
 
 class TestPredictions:
