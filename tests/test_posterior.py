@@ -289,8 +289,8 @@ class TestGradients:
     def test_a_prediction_in_inference_mode_before_changes_nothing(self, monkeypatch):
         gradients = {}
         for before in (torch.no_grad, torch.inference_mode):
-            monkeypatch.setattr(blocks, "_scratch", blocks._Scratch())  # none is left of other tests
             posterior = make_posterior()
+            monkeypatch.setattr(blocks, "_scratch", blocks._Scratch())  # as in a thread that did nothing yet
             with before(), posterior.sampled(7):
                 posterior.model(**batch())
             posterior.update_prior_variances()
