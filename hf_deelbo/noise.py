@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import Block, Tensors, rows_of_a_piece, scratch_like, write_scaled_sum
+from .blocks import Block, Tensors, rows_of, rows_of_a_piece, scratch_like, write_scaled_sum
 from .sharding import first_row
 
 
@@ -46,12 +46,13 @@ def _write_standard_normal(eps: torch.Tensor, tensor: torch.Tensor, rows: slice,
     step = rows_of_a_piece(tensor.shape)
     for start in range(first // step * step, last, step):
         stop = min(start + step, tensor.shape[0])
-        if (first, last) == (start, stop):
-            _draw(eps, f"{key}/{start}", on_cpu)
-        else:  # only some of its rows are here
+        low, high = max(first, start), min(last, stop)
+        here = rows_of(eps, slice(low - first, high - first))
+        if (low, high) == (start, stop):
+            _draw(here, f"{key}/{start}", on_cpu)
+        else:  # other processes hold the rest
             part = _draw(eps.new_empty((stop - start, *tensor.shape[1:])), f"{key}/{start}", on_cpu)
-            low, high = max(first, start), min(last, stop)
-            eps[low - first : high - first] = part[low - start : high - start]
+            here.copy_(part[low - start : high - start])
 
 
 def _draw(eps: torch.Tensor, key: str, on_cpu: bool) -> torch.Tensor:

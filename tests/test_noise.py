@@ -1,9 +1,12 @@
+import sys
+
 import pytest
 import torch
 from conftest import add_noise_
 from scipy import stats
 
 from hf_deelbo import blocks
+from hf_deelbo.noise import write_noisy_block
 
 
 def draw(shapes: dict, key: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -48,6 +51,17 @@ def test_it_does_not_depend_on_threads_order_layout_or_what_was_drawn_before():
     add_noise_(tensors, torch.tensor(1.0), key=(5, 6))
     for name, noise in expected.items():
         assert torch.equal(tensors[name], noise), name
+
+
+@pytest.mark.parametrize("size", [5_000, sys.maxsize], ids=["small blocks", "one block"])
+def test_it_does_not_depend_on_how_tensors_are_cut(size):
+    shapes = {"a": (700, 900), "b": (3,)}
+    w = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    assert len(blocks.blocks_of(w)) > 1
+    for block in blocks.blocks_of(w, size):
+        write_noisy_block(w, w, block, torch.tensor(1.0), key=(5, 6))
+    for name, noise in draw(shapes, key=(5, 6)).items():
+        assert torch.equal(w[name], noise), name
 
 
 def test_the_global_generator_is_left_alone():
