@@ -447,6 +447,8 @@ class DEELBoTrainer(FineTuningTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """`Trainer`'s files and the posterior's, all of them or none; its pickled arguments are left out."""
+        if not (self.args.should_save or self._is_sharded()):  # since transformers 5.23 every process comes here
+            return
         with self.posterior.new_files_of(output_dir or self.args.output_dir) as new:
             super()._save(str(new), state_dict)
             (new / TRAINING_ARGS_NAME).unlink(missing_ok=True)
