@@ -929,6 +929,13 @@ def test_the_card_tells_how_it_was_trained(make_trainer):
     }
 
 
+def test_a_process_that_should_not_save_writes_nothing(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer()
+    monkeypatch.setattr(DEELBoConfig, "should_save", False)
+    trainer._save(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
 def test_the_state_is_json(make_trainer, tmp_path):
     trainer = make_trainer(logging_steps=1)
     trainer.train()
