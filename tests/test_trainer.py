@@ -17,7 +17,7 @@ from torch.func import functional_call
 from transformers import AutoModelForImageClassification, TimmWrapperConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_deelbo import DEELBoTrainer, IsotropicPrior, LowRankPrior
+from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
 
 
 def default_collator(examples: list[dict]) -> dict[str, torch.Tensor]:
