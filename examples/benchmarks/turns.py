@@ -189,7 +189,7 @@ class PlayerProcess:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process; after its last turn it ends by itself."""
+        """End the process, which after its last turn waits for that."""
         self.process.stdin.close()  # if it waits for a turn, it fails now
         self.process.stdout.close()
         self.process.wait()
@@ -208,7 +208,10 @@ def play(method: str, workload: str, batch_size: str, steps: str, turns: str) ->
         turn = player.turn()
         if leads:
             print(json.dumps(turn), file=answers, flush=True)
+    if leads:
+        sys.stdin.readline()  # to end takes a while, which would slow the last turns of the others
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
