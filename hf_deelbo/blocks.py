@@ -83,12 +83,14 @@ def squared_distance(
 
 
 def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Their differences, in memory of `scratch_like`.
+    """Their differences, on a CPU in memory of `scratch_like`.
 
     Example:
         >>> subtract([torch.ones(2)], [torch.tensor([0.0, 3.0])])
         [tensor([ 1., -2.])]
     """
+    if not one[0].is_cpu:  # one call for all
+        return torch._foreach_sub(one, other)
     differences = scratch_like(one)
     for a, b, difference in zip(one, other, differences, strict=True):
         torch.sub(a, b, out=difference)
