@@ -39,12 +39,12 @@ from hf_deelbo.reports import (
     rows_of,
     search_curve,
     spread,
+    without_repeats,
 )
 from hf_deelbo.studies import read_lines
 
 ROOT = Path(__file__).parents[1]
 MARKS = "<!-- results: begin -->", "<!-- results: end -->"
-SEARCHES = ("map-grid", "map-random", "map-tpe")
 HOW_TO_READ = """\
 Numbers are means over training sets, with the lowest and the highest. *mean*: at the posterior mean, or the weights
 that MAP learned, with running batch-norm statistics, as in the paper. *mean, recomputed*: the same weights with
@@ -86,7 +86,7 @@ def section(rows: list[Row], folder: Path) -> str:
     for prior, of_prior in groupby(rows, key=lambda row: row.config["prior"]):
         of_prior = list(of_prior)
         heading = f"{PRIORS[prior]}: {title(of_prior[0])}".replace(" (", "\n(", 1)  # as wide as a figure
-        if any(row.config["method"] in SEARCHES for row in of_prior):
+        if any(row.is_search for row in of_prior):
             figure = accuracy_over_compute(of_prior, heading)
             text = f"Accuracy over compute, {PRIORS[prior]}. The curves stop a search after some of its trials (500 "
             text += (
@@ -134,7 +134,8 @@ def summary(rows: list[Row]) -> str:
     days = sorted({line["date"] for line in lines})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     text = "All tables, figures and lines are in [examples/results](examples/results/REPORT.md)"
-    return f"{comparison_table(rows)}\n\n{text}; {when}, on {where}."
+    table = comparison_table(without_repeats(rows), with_ids=False)
+    return f"{table}\n\n{text}; {when}, on {where}."
 
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def accuracy_over_compute(rows: list[Row], heading: str) -> Figure:
     curves = {
         row.method: mean_curve([search_curve(line["trials"], line["num_classes"]) for line in row.lines])
         for row in rows
-        if row.config["method"] in SEARCHES
+        if row.is_search
     }
     return plot_accuracy_over_compute(points, curves, heading)
 

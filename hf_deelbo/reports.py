@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .baselines import LEARNING_RATES
+from .studies import MAP_METHODS
 
 Line = Mapping[str, Any]
 
@@ -69,6 +70,11 @@ class Row:
         if config.get("learning_rates", list(LEARNING_RATES)) != list(LEARNING_RATES):
             parts.append("learning rate " + " or ".join(f"{rate:g}" for rate in config["learning_rates"]))
         return ", ".join(parts)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it is the baseline."""
+        return self.config["method"] in MAP_METHODS
 
     @property
     def start(self) -> str:
@@ -173,7 +179,7 @@ def quality_table(rows: Sequence[Row]) -> str:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """Runs and seconds of the whole choice, and how many times fewer than the grid search of the same prior."""
+    """Runs and seconds of the whole choice, and how many times fewer than the search of the same prior."""
     body = []
     for row in rows:
         comparison = compare(row, rows)
@@ -208,92 +214,109 @@ def _highest_j(rows: Sequence[Row], subset_seed: int) -> Row:
     return max(rows, key=lambda row: row.on({subset_seed}).de_elbos[0])
 
 
-# ---- Against the grid -----------------------------------------------------------------------------------------------
+# ---- Against the search ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method and the grid search of its prior, on the training sets that both have."""
+    """A method and the search of its prior, on the training sets that both have."""
 
     ours: Row
-    grid: Row
+    search: Row
 
     @property
     def accuracy(self) -> str:
-        """Whether the mean accuracy lies within the grid's lowest and highest."""
-        mean, grid = statistics.fmean(self.ours.values("accuracy")), self.grid.values("accuracy")
-        if min(grid) <= mean <= max(grid):
+        """Whether the mean accuracy lies within the search's lowest and highest."""
+        mean, searched = statistics.fmean(self.ours.values("accuracy")), self.search.values("accuracy")
+        if min(searched) <= mean <= max(searched):
             return "within"
-        return "above" if mean > max(grid) else "**below**"
+        return "above" if mean > max(searched) else "**below**"
 
-    def nll(self, at: str, grid_at: str) -> str:
+    def nll(self, at: str, search_at: str) -> str:
         """Whether the mean NLL is lower, and both."""
-        ours, grid = (statistics.fmean(row.values("nll", a)) for row, a in ((self.ours, at), (self.grid, grid_at)))
-        return f"{'better' if ours < grid else '**worse**'}: {ours:.2f}, {grid:.2f}"
+        ours, searched = (
+            statistics.fmean(row.values("nll", a)) for row, a in ((self.ours, at), (self.search, search_at))
+        )
+        return f"{'better' if ours < searched else '**worse**'}: {ours:.2f}, {searched:.2f}"
 
     def times_fewer(self, cost: str) -> str:
-        """How many times the grid's cost is ours; seconds count where both were measured on the same machine."""
+        """How many times the search's cost is ours; seconds count where both were measured on the same machine."""
         pairs = [
-            (ours, grid)
-            for ours, grid in zip(self.ours.lines, self.grid.lines, strict=True)
-            if cost != "seconds" or ours["machine"] == grid["machine"]
+            (ours, searched)
+            for ours, searched in zip(self.ours.lines, self.search.lines, strict=True)
+            if cost != "seconds" or ours["machine"] == searched["machine"]
         ]
         if not pairs:
             return ""
-        ours, grid = (sum(line[cost] for line in lines) for lines in zip(*pairs, strict=True))
-        return f"{grid / ours:.1f}"
+        ours, searched = (sum(line[cost] for line in lines) for lines in zip(*pairs, strict=True))
+        return f"{searched / ours:.1f}"
 
 
 def compare(row: Row, rows: Sequence[Row]) -> Comparison | None:
-    """A row of the DE ELBo or ELBo with the grid search of its task and prior, if there is one on the same sets.
+    """A row of the DE ELBo or ELBo with the search of its task and prior, if there is one on the same sets.
 
-    Of several, with other learning rates, it is the one that shares the most sets, then the largest.
+    That is a grid search, or a random one where there is no grid. Of several, with other learning rates, it is the one
+    that shares the most sets, then the largest.
     """
-    if row.config["method"] in ("map-grid", "map-random", "map-tpe"):
+    if row.is_search:
         return None
-    grids = [
-        grid
-        for grid in rows
-        if (grid.task, grid.config["prior"], grid.config["method"]) == (row.task, row.config["prior"], "map-grid")
-        and row.sets & grid.sets
+    searches = [
+        search
+        for search in rows
+        if (search.task, search.config["prior"]) == (row.task, row.config["prior"])
+        and search.config["method"] in ("map-grid", "map-random")
+        and row.sets & search.sets
     ]
-    if not grids:
+    if not searches:
         return None
-    grid = max(grids, key=lambda grid: (len(row.sets & grid.sets), max(grid.costs("runs"))))
-    shared = row.sets & grid.sets
-    return Comparison(row.on(shared), grid.on(shared))
+
+    def worth(search: Row) -> tuple[bool, int, float]:
+        return search.config["method"] == "map-grid", len(row.sets & search.sets), max(search.costs("runs"))
+
+    search = max(searches, key=worth)
+    shared = row.sets & search.sets
+    return Comparison(row.on(shared), search.on(shared))
 
 
-def comparison_table(rows: Sequence[Row]) -> str:
-    """The answers: accuracy, NLL and cost of each method against the grid search of its prior."""
+def comparison_table(rows: Sequence[Row], with_ids: bool = True) -> str:
+    """The answers: accuracy, NLL and cost of each method against the search of its prior."""
     body = []
     for row in rows:
         comparison = compare(row, rows)
         if comparison is None:
             continue
-        ours, grid = comparison.ours, comparison.grid
-        body.append(
-            [
-                row.config["dataset"],
-                f"{row.config['train_size']:,}",
-                f"{row.config['steps']:,}",
-                row.name,
-                spread(ours.values("accuracy"), 1, 100),
-                spread(grid.values("accuracy"), 1, 100),
-                comparison.accuracy,
-                comparison.nll("mean", "mean"),
-                comparison.nll("average", "mean_recomputed"),
-                comparison.times_fewer("runs"),
-                comparison.times_fewer("seconds"),
-                f"{ours.ids} / {grid.ids}",
-            ]
-        )
+        ours, search = comparison.ours, comparison.search
+        cells = [
+            row.config["dataset"],
+            f"{row.config['train_size']:,}",
+            f"{row.config['steps']:,}",
+            row.name,
+            spread(ours.values("accuracy"), 1, 100),
+            spread(search.values("accuracy"), 1, 100) + (" (random)" if search.config["method"] != "map-grid" else ""),
+            comparison.accuracy,
+            comparison.nll("mean", "mean"),
+            comparison.nll("average", "mean_recomputed"),
+            comparison.times_fewer("runs"),
+            comparison.times_fewer("seconds"),
+        ]
+        body.append([*cells, f"{ours.ids} / {search.ids}"] if with_ids else cells)
     header = [
         *("data", "N", "steps", "method", "accuracy %", "grid's accuracy %", "its mean in the grid's lowest-highest"),
         *("NLL at the mean: ours, grid's", "NLL: our average, grid's recomputed"),
-        *("times fewer runs", "times fewer seconds", "lines / grid's"),
+        *("times fewer runs", "times fewer seconds"),
     ]
-    return markdown_table(header, body)
+    return markdown_table([*header, "lines / grid's"] if with_ids else header, body)
+
+
+def without_repeats(rows: Sequence[Row]) -> list[Row]:
+    """Leave out those that try all candidates in full where halving was run on the same sets."""
+
+    def but_method(row: Row) -> str:
+        rest = {name: value for name, value in row.config.items() if name != "method"}
+        return repr((sorted(rest.items()), row.sets))
+
+    halved = {but_method(row) for row in rows if row.config["method"] == "deelbo-halving"}
+    return [row for row in rows if row.config["method"] != "deelbo-full" or but_method(row) not in halved]
 
 
 # ---- Accuracy over compute ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hf_deelbo.reports import (
     quality_table,
     rows_of,
     search_curve,
+    without_repeats,
 )
 from hf_deelbo.studies import StudyRun
 
@@ -166,8 +167,32 @@ class TestTables:
         for grids, expected in ((on_one + on_both, on_both), (on_both + large, large)):
             for lines in (grids + HALVING, HALVING + grids[::-1]):
                 (comparison,) = filter(None, (compare(row, rows_of(lines)) for row in rows_of(lines)))
-                assert comparison.grid.config["learning_rates"] == expected[0]["config"]["learning_rates"]
-                assert comparison.grid.sets == {1001, 2001}
+                assert comparison.search.config["learning_rates"] == expected[0]["config"]["learning_rates"]
+                assert comparison.search.sets == {1001, 2001}
+
+    def test_a_random_search_stands_in_where_there_is_no_grid(self):
+        def another(method):
+            return [run | {"config": run["config"] | {"method": method}} for run in GRID]
+
+        for searches, expected in (
+            (another("map-tpe") + another("map-random"), "map-random"),
+            (another("map-random") + GRID[:1], "map-grid"),
+        ):
+            rows = rows_of(searches + HALVING)
+            (comparison,) = filter(None, (compare(row, rows) for row in rows))
+            assert comparison.search.config["method"] == expected
+        assert "42.0 (40.0-44.0) (random)" in comparison_table(rows_of(another("map-random") + HALVING))
+
+    def test_all_in_full_is_left_out_where_it_repeats_halving(self):
+        full = [run | {"config": run["config"] | {"method": "deelbo-full"}} for run in HALVING]
+        other_start = [run | {"config": run["config"] | {"init_sigmas": [1e-4]}} for run in full]
+        rows = without_repeats(rows_of(GRID + HALVING + full + other_start))
+        assert [(row.config["method"], row.start) for row in rows] == [
+            ("map-grid", ""),
+            ("deelbo-full", "sigma from 0.0001"),
+            ("deelbo-halving", "sigma from 0.01"),
+        ]
+        assert len(without_repeats(rows_of(HALVING[:1] + full))) == 2  # on more sets: no repeat
 
     def test_another_task_or_prior_is_not_compared(self):
         other = [run | {"config": run["config"] | {"steps": 7}} for run in GRID]
