@@ -31,7 +31,7 @@ from .config import PRIORS, FineTuningConfig, positive_number
 from .files import as_json
 from .fine_tuning import FineTuningTrainer
 from .metrics import class_averaged_accuracy, probabilities_of
-from .modeling import gradients_of, head_parameter_names, parameters_by_name, values_of
+from .modeling import backbone_of, gradients_of, head_parameter_names, parameters_by_name, values_of
 from .priors import GaussianPrior, IsotropicPrior
 from .results_file import ResultsFile
 
@@ -150,7 +150,7 @@ class MAPTrainer(FineTuningTrainer):
             weights = values_of(parameters_by_name(self.model))
             names = head_parameter_names(self.model, self.args.head_names)
             backbone = self._make_prior(names)
-            backbone.check_matches({name: w for name, w in weights.items() if name not in names})
+            backbone.check_matches(backbone_of(self.model, names))
             self._priors = backbone, IsotropicPrior.l2_zero({name: weights[name] for name in names})
         return self._priors
 

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType, has
 from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers, compute_statistics
-from .modeling import head_parameter_names, parameters_by_name, values_of
+from .modeling import backbone_of, head_parameter_names
 from .priors import LowRankPrior, checksum
 from .swag import SWAGMoments
 
@@ -244,8 +244,7 @@ class SWAGCallback(TrainerCallback):
         return self.moments.load(path, device)
 
     def _backbone(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        head = set(head_parameter_names(model, self.head_names))
-        return {name: w for name, w in values_of(parameters_by_name(model)).items() if name not in head}
+        return backbone_of(model, head_parameter_names(model, self.head_names))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

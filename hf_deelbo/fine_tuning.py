@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 from .config import SAVED_PRIORS, SHARD_AT_LOADING, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
 from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
-from .modeling import parameters_by_name, values_of
+from .modeling import backbone_of
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
 from .sharding import is_sharded
@@ -78,7 +78,7 @@ class FineTuningTrainer(Trainer):
     def _make_prior(self, head_names: list[str]) -> GaussianPrior:
         if self._given_prior is not None:
             return self._given_prior
-        backbone = {name: w for name, w in values_of(parameters_by_name(self.model)).items() if name not in head_names}
+        backbone = backbone_of(self.model, head_names)
         if self.args.prior in SAVED_PRIORS:
             return self._load_prior(backbone)
         return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)

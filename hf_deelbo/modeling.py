@@ -212,6 +212,18 @@ def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
+def backbone_of(model: nn.Module, head_names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What the trainable parameters hold, by name, but for those named, which are the head.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        >>> list(backbone_of(model, ["1.weight", "1.bias"]))
+        ['0.weight', '0.bias']
+    """
+    head = set(head_names)
+    return {name: w for name, w in values_of(parameters_by_name(model)).items() if name not in head}
+
+
 def point_to(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
     """Let the parameters hold these tensors, by name, not copies of them; their gradients stay.
 

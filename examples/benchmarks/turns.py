@@ -18,7 +18,7 @@ from transformers.utils import logging
 from workloads import WORKLOADS, Workload
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
-from hf_deelbo.modeling import gradients_of, head_parameter_names, parameters_by_name, values_of
+from hf_deelbo.modeling import backbone_of, gradients_of, head_parameter_names, parameters_by_name
 
 METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
 PTYL_RANK = 5
@@ -114,8 +114,8 @@ def make_trainer(
 
 def low_rank_prior(model: PreTrainedModel) -> LowRankPrior:
     """Of rank 5, around the model's weights."""
-    head = set(head_parameter_names(model))
-    mean = {name: w.clone() for name, w in values_of(parameters_by_name(model)).items() if name not in head}
+    backbone = backbone_of(model, head_parameter_names(model))
+    mean = {name: w.clone() for name, w in backbone.items()}
     diagonal = {name: 1e-4 * torch.rand_like(p) for name, p in mean.items()}
     deviations = {name: 1e-2 * torch.randn(PTYL_RANK, *p.shape) for name, p in mean.items()}
     return LowRankPrior(mean, diagonal, deviations)
