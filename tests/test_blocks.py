@@ -76,19 +76,20 @@ def test_each_thread_has_scratch_of_its_own():
 @pytest.mark.parametrize(
     "one",
     [
+        torch.arange(48.0).view(2, 3, 2, 4),
         torch.arange(48.0).view(2, 3, 2, 4).to(memory_format=torch.channels_last),
         torch.arange(12.0).view(3, 4).T,
         torch.arange(12.0)[::2],
         torch.tensor(3.0),
     ],
-    ids=["channels last", "transposed", "strided", "number"],
+    ids=["contiguous", "channels last", "transposed", "strided", "number"],
 )
-def test_differences_of_any_layout(one):
-    other = torch.ones_like(one)
-    wide = [torch.arange(3.0, dtype=torch.float64)], [torch.ones(3, dtype=torch.float64)]
-    differences = subtract([one, *wide[0]], [other, *wide[1]])
-    assert torch.equal(differences[0], one - other)
-    assert torch.equal(differences[1], torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # beside a tensor of the same type, and of another
+def test_differences_of_any_layout(one, dtype):
+    beside = torch.arange(3, dtype=dtype)
+    differences = subtract([one, beside], [torch.ones_like(one), torch.ones_like(beside)])
+    assert torch.equal(differences[0], one - 1)
+    assert torch.equal(differences[1], torch.tensor([-1, 0, 1], dtype=dtype))
 
 
 def test_results_keep_the_order_of_the_blocks():
