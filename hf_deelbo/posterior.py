@@ -113,6 +113,7 @@ class GaussianPosterior(Shareable):
         self._sampled_parameters: dict[str, nn.Parameter] = {}
         self._means: Tensors = {}
         self._sample: Tensors = {}
+        self._last_drawn: tuple[tuple[int, ...], bool] | None = None
         self.is_sampled = False
         self.update_prior_variances()
 
@@ -162,6 +163,7 @@ class GaussianPosterior(Shareable):
         tau*    = sigma^2 + |V_bar|^2 / D_V
         """
         self._forbid_while_sampled("update_prior_variances")
+        self._last_drawn = None  # the means have moved
         weights, sigma = self.parameters(), self.sigma
         if weights.keys() != self._names:
             changed = next(iter(weights.keys() ^ self._names))
@@ -174,7 +176,7 @@ class GaussianPosterior(Shareable):
         self.kl = KL(kl_backbone, kl_head)
 
     @contextmanager
-    def sampled(self, *key: int, on_cpu: bool = False) -> Iterator[None]:
+    def sampled(self, *key: int, on_cpu: bool = False, reuse: bool = False) -> Iterator[None]:
         """Within it the model's weights are w = w_bar + sigma * eps, with eps ~ N(0, I) drawn from `key`.
 
         The sample has memory of its own, and the parameters point to it until the exit, also when the body raises or
@@ -184,6 +186,8 @@ class GaussianPosterior(Shareable):
         Args:
             *key: decides eps, together with the device that draws it.
             on_cpu: draw it on the CPU wherever the model is, so that the key alone decides: slower on a GPU.
+            reuse: take the last sample again, if it was of the same key and neither `update_prior_variances` nor
+                `complete_gradients` was called since. The means must not have moved.
         """
         self._forbid_while_sampled("sampled")
         parameters, sigma = self._parameters_now(), self.sigma
@@ -199,10 +203,13 @@ class GaussianPosterior(Shareable):
         def draw(block: Block) -> None:
             write_noisy_block(self._sample, self._means, block, sigma, key, on_cpu)
 
-        self.is_sampled = True
+        is_there = reuse and self._last_drawn == (key, on_cpu)
+        self.is_sampled, self._last_drawn = True, None
         try:
-            on_all_cores(draw, blocks_of(self._means))
+            if not is_there:
+                on_all_cores(draw, blocks_of(self._means))
             if not self._is_sharded:
+                self._last_drawn = key, on_cpu
                 point_to(self._sample, parameters)
             yield
         finally:
@@ -226,6 +233,7 @@ class GaussianPosterior(Shareable):
         """
         if not self.is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
+        self._last_drawn = None  # it is spent
         sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
         if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
             self._sampled_parameters = self._parameters_now()
@@ -474,6 +482,7 @@ class GaussianPosterior(Shareable):
         if any(name not in room or not _same_kind(room[name], tensor) for name, tensor in weights.items()):
             with torch.inference_mode(False):  # training may use it after a prediction in that mode
                 self._room = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+            self._last_drawn = None
 
     def _take_back_sample(self) -> None:
         """The model is the posterior mean again."""

@@ -130,11 +130,12 @@ class DEELBoTrainer(FineTuningTrainer):
     ) -> torch.Tensor:
         """Forward and backward at w = w_bar + sigma * eps, then the gradients of w_bar and rho; w_bar is back after.
 
-        eps is drawn from (seed, step): the same for all batches of a step, on every process, and after a resume.
+        eps is drawn from (seed, step): the same for all batches of a step, on every process, and after a resume. The
+        later batches of a step find the sample where the first one left it.
         """
         self.posterior.forget_evaluations()
         self._evaluations.clear()
-        with self.posterior.sampled(self.args.seed, self.state.global_step):
+        with self.posterior.sampled(self.args.seed, self.state.global_step, reuse=True):
             loss = super().training_step(model, inputs, num_items_in_batch)
             finite = torch.isfinite(loss)
             if self.accelerator.sync_gradients:

@@ -162,6 +162,19 @@ def make_trainer(make_config) -> Callable[..., DEELBoTrainer]:
 
 
 @pytest.fixture
+def drawn_keys(monkeypatch) -> list[tuple[int, ...]]:
+    """Keys of the weight samples that were drawn; of models of one block."""
+    keys = []
+
+    def write(target, tensors, block, sigma, key, on_cpu):
+        keys.append(key)
+        write_noisy_block(target, tensors, block, sigma, key, on_cpu)
+
+    monkeypatch.setattr("hf_deelbo.posterior.write_noisy_block", write)
+    return keys
+
+
+@pytest.fixture
 def two_threads():
     """As many threads as the machine this was written for has cores."""
     threads = torch.get_num_threads()

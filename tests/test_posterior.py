@@ -128,6 +128,31 @@ class TestSampled:
             pass
         assert_same(before, snapshot(posterior.model))
 
+    def test_a_sample_is_used_again_only_where_it_is_the_same(self, drawn_keys):
+        posterior = make_posterior()
+        weight = next(posterior.model.parameters())
+
+        def sample(*key, **kwargs) -> torch.Tensor:
+            with posterior.sampled(*key, **kwargs):
+                return weight.detach().clone()
+
+        first = sample(3, 4, reuse=True)
+        assert torch.equal(sample(3, 4, reuse=True), first)
+        assert drawn_keys == [(3, 4)]
+        sample(3, 5, reuse=True)
+        assert torch.equal(sample(3, 4, reuse=True), first)
+        sample(3, 4, reuse=True, on_cpu=True)
+        sample(3, 4)
+        assert drawn_keys == [(3, 4), (3, 5), (3, 4), (3, 4), (3, 4)]
+        with torch.no_grad():
+            weight.add_(1)
+        posterior.update_prior_variances()
+        torch.testing.assert_close(sample(3, 4, reuse=True), first + 1)
+        with posterior.sampled(3, 4, reuse=True):
+            posterior.model(**batch()).logits.sum().backward()
+            posterior.complete_gradients()
+        torch.testing.assert_close(sample(3, 4, reuse=True), first + 1)
+
     def test_samples_do_not_nest(self):
         posterior = make_posterior()
         with posterior.sampled(0):

@@ -161,6 +161,10 @@ class TestOneStepIsPlainAutograd:
         for name, parameter in trainer.model.named_parameters():
             torch.testing.assert_close(parameter.double(), reference.w_bar[name].detach(), rtol=0, atol=2e-6, msg=name)
 
+    def test_all_batches_of_a_step_have_one_sample(self, make_trainer, drawn_keys):
+        make_trainer(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=3, seed=5).train()
+        assert drawn_keys == [(5, 0), (5, 1)]
+
     def test_a_ragged_batch_weighs_by_its_size(self, make_trainer):
         """10 examples in batches of 4, 4 and 2, accumulated, are one batch of 10."""
         data, results = make_dataset("vit", 10), []
