@@ -141,8 +141,8 @@ class TestSampled:
         assert drawn_keys == [(3, 4)]
         sample(3, 5, reuse=True)
         assert torch.equal(sample(3, 4, reuse=True), first)
-        sample(3, 4, reuse=True, on_cpu=True)
         sample(3, 4)
+        sample(3, 4, reuse=True, on_cpu=True)
         assert drawn_keys == [(3, 4), (3, 5), (3, 4), (3, 4), (3, 4)]
         with torch.no_grad():
             weight.add_(1)
