@@ -258,6 +258,8 @@ class TestReport:
         ours = lines["DE ELBo, halving, sigma from 0.01"]
         assert (ours["x"], ours["y"]) == ([180], [42.5])
         assert lines["MAP, grid search"]["x"] == [2600]
+        (path,) = (folder / "results" / "figures").glob("nll_*.json")
+        assert "kappa = 1" not in path.read_text()  # would make all others look alike
         curve = lines["MAP, grid search, stopped early"]
         np.testing.assert_allclose(curve["y"], [100 * accuracy for _, accuracy in search_curve(TRIALS, 10)])
         (path,) = (folder / "results" / "figures").glob("kappa_*.json")
