@@ -91,8 +91,8 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         CIFAR_1000 | {"subset_seed": SEEDS[0], "method": "map-grid"},
     ],
     "pet": [
-        PET | {"subset_seed": SEEDS[0], "method": "deelbo-halving"},
-        PET | {"subset_seed": SEEDS[0], "method": "map-grid", "learning_rates": (0.1,)},
+        PET | {"subset_seed": SEEDS, "method": "deelbo-halving"},
+        PET | {"subset_seed": SEEDS, "method": "map-grid", "learning_rates": (0.1,)},
     ],
     "text": [
         SNIPPETS | {"subset_seed": SEEDS, "method": "deelbo-halving"},
