@@ -92,6 +92,10 @@ class Row:
         """The training sets, by their seeds."""
         return {line["config"]["subset_seed"] for line in self.lines}
 
+    def settings_but(self, name: str) -> str:
+        """The same for rows that differ in nothing else."""
+        return repr(sorted((key, value) for key, value in self.config.items() if key != name))
+
     def on(self, sets: set[int]) -> "Row":
         """The row on some of its training sets."""
         return Row(self.config, tuple(line for line in self.lines if line["config"]["subset_seed"] in sets))
@@ -196,8 +200,7 @@ def preferred_starts(rows: Sequence[Row]) -> list[str]:
     groups = defaultdict(list)
     for row in rows:
         if "init_sigmas" in row.config:
-            rest = {name: value for name, value in row.config.items() if name != "init_sigmas"}
-            groups[repr(sorted(rest.items()))].append(row)
+            groups[row.settings_but("init_sigmas")].append(row)
     sentences = []
     for group in groups.values():
         shared = set.intersection(*(row.sets for row in group))
@@ -311,12 +314,11 @@ def comparison_table(rows: Sequence[Row], with_ids: bool = True) -> str:
 def without_repeats(rows: Sequence[Row]) -> list[Row]:
     """Leave out those that try all candidates in full where halving was run on the same sets."""
 
-    def but_method(row: Row) -> str:
-        rest = {name: value for name, value in row.config.items() if name != "method"}
-        return repr((sorted(rest.items()), row.sets))
+    def what_else(row: Row) -> tuple[str, frozenset[int]]:
+        return row.settings_but("method"), frozenset(row.sets)
 
-    halved = {but_method(row) for row in rows if row.config["method"] == "deelbo-halving"}
-    return [row for row in rows if row.config["method"] != "deelbo-full" or but_method(row) not in halved]
+    halved = {what_else(row) for row in rows if row.config["method"] == "deelbo-halving"}
+    return [row for row in rows if row.config["method"] != "deelbo-full" or what_else(row) not in halved]
 
 
 # ---- Accuracy over compute ------------------------------------------------------------------------------------------
