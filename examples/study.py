@@ -87,8 +87,7 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         CIFAR_100 | {"subset_seed": SEEDS, "method": "deelbo-halving", "prior": "l2-zero"},
     ],
     "cifar10-1000": [
-        CIFAR_1000 | {"subset_seed": SEEDS, "method": "deelbo-halving"},
-        CIFAR_1000 | {"subset_seed": SEEDS[0], "method": "map-grid"},
+        CIFAR_1000 | {"subset_seed": SEEDS, "method": ["deelbo-halving", "map-grid"]},
     ],
     "pet": [
         PET | {"subset_seed": SEEDS, "method": "deelbo-halving"},
