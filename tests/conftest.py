@@ -118,6 +118,22 @@ def make_dataset(kind: str, size: int = 24, seed: int = 1) -> list[dict]:
     return [{"pixel_values": x, "labels": int(y)} for x, y in zip(inputs, labels, strict=True)]
 
 
+def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
+    """A batch of `make_dataset`'s examples."""
+    return {key: torch.stack([torch.as_tensor(example[key]) for example in examples]) for key in examples[0]}
+
+
+class Recorder:
+    """A data collator that keeps what it collated."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        self.batches.append(collate(examples))
+        return collate(examples)
+
+
 def low_rank_prior(model: nn.Module, rank: int = 3) -> LowRankPrior:
     """Around the model's backbone."""
     generator, head = torch.Generator().manual_seed(5), head_parameter_names(model)

@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 import torch
-from conftest import NUM_LABELS, low_rank_prior, make_dataset, make_model
+from conftest import NUM_LABELS, Recorder, collate, low_rank_prior, make_dataset, make_model
 from scipy.optimize import minimize
 from torch import nn
 from torch.distributions import LowRankMultivariateNormal
@@ -65,21 +65,6 @@ def make_map_trainer(make_map_config):
         )
 
     return make
-
-
-def collate(examples: list[dict]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([torch.as_tensor(example[key]) for example in examples]) for key in examples[0]}
-
-
-class Recorder:
-    """A data collator that keeps what it collated."""
-
-    def __init__(self):
-        self.batches = []
-
-    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        self.batches.append(collate(examples))
-        return collate(examples)
 
 
 def is_head(name: str) -> bool:

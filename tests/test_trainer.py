@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import NUM_LABELS, add_noise_, make_dataset, make_model
+from conftest import NUM_LABELS, Recorder, add_noise_, collate, make_dataset, make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
@@ -18,22 +18,6 @@ from transformers import AutoModelForImageClassification, TimmWrapperConfig, Tra
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
-
-
-def default_collator(examples: list[dict]) -> dict[str, torch.Tensor]:
-    return {key: torch.stack([torch.as_tensor(example[key]) for example in examples]) for key in examples[0]}
-
-
-class Recorder:
-    """A data collator that keeps what it collated."""
-
-    def __init__(self):
-        self.batches = []
-
-    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        batch = default_collator(examples)
-        self.batches.append({key: value.clone() for key, value in batch.items()})
-        return batch
 
 
 class StopAt(TrainerCallback):
@@ -187,7 +171,7 @@ class TestOneStepIsPlainAutograd:
 
 def test_compute_loss_is_the_de_elbo_of_the_batch(make_trainer):
     trainer = make_trainer("vit", kappa=2.0)
-    batch = default_collator(make_dataset("vit", 5))
+    batch = collate(make_dataset("vit", 5))
     model, posterior = trainer.model.train(), trainer.posterior
     head = torch.cat([p.flatten().double() for p in posterior.head.values()])
     tau = 0.05**2 + head.square().mean()
@@ -235,7 +219,7 @@ class TestElbo:
         trainer.train()
         result = trainer.de_elbo(num_samples=3)
         posterior, model = trainer.posterior, copy.deepcopy(trainer.model).double().eval()
-        batch = default_collator(trainer.train_dataset)
+        batch = collate(trainer.train_dataset)
         log_likelihoods = []
         for seed in range(3):
             eps = {name: torch.zeros_like(p) for name, p in trainer.model.named_parameters()}
@@ -323,7 +307,7 @@ class TestBatchNorm:
         """Train-mode statistics on the same images, computed by a deep copy of the model at the same sample."""
         trainer = make_trainer("resnet", per_device_eval_batch_size=24)
         trainer.train()
-        batch = default_collator(trainer.train_dataset)
+        batch = collate(trainer.train_dataset)
         with trainer.posterior.sampled(0), torch.no_grad():
             expected = copy.deepcopy(trainer.model).train()(**batch).loss.item()
             with_running = copy.deepcopy(trainer.model).eval()(**batch).loss.item()
@@ -333,7 +317,7 @@ class TestBatchNorm:
     def test_running_statistics_on_request(self, make_trainer):
         trainer = make_trainer("resnet", recompute_batch_norm=False)
         trainer.train()
-        batch = default_collator(trainer.train_dataset)
+        batch = collate(trainer.train_dataset)
         with trainer.posterior.sampled(0), torch.no_grad():
             expected = copy.deepcopy(trainer.model).eval()(**batch).loss.item()
         assert trainer.de_elbo(num_samples=1).nll == pytest.approx(expected, abs=1e-5)
@@ -383,7 +367,7 @@ class TestEvaluation:
         trainer.train()
         data = make_dataset("vit", 21, seed=9)
         with torch.no_grad():
-            expected = trainer.model.eval()(**default_collator(data)).loss.item()
+            expected = trainer.model.eval()(**collate(data)).loss.item()
         assert trainer.evaluate(data)["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
     @pytest.mark.parametrize("kind", ["vit", "resnet"])
@@ -391,7 +375,7 @@ class TestEvaluation:
         trainer = make_trainer(kind, num_eval_samples=4, init_sigma=0.2, per_device_eval_batch_size=8)
         data = make_dataset(kind, 21, seed=9)
         output = trainer.predict(data)
-        batch = default_collator(data)
+        batch = collate(data)
         inputs = {"pixel_values": batch["pixel_values"]}
         expected = trainer.posterior.predict_proba(inputs, num_samples=4)
         probabilities = torch.softmax(torch.tensor(output.predictions), -1)
