@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -59,7 +59,7 @@ def inner_product(one: list[torch.Tensor], other: list[torch.Tensor]) -> torch.T
         >>> inner_product([torch.ones(1, 2), torch.ones(1)], [torch.ones(1, 2), torch.full((1,), 3.0)])
         tensor(5.)
     """
-    return torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)]).sum()
+    return _sum([torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)])
 
 
 def squared_distance(
@@ -78,8 +78,14 @@ def squared_distance(
         squares = scratch_like(one) if other is None else differences
         for difference, square in zip(differences, squares, strict=True):
             torch.mul(difference, difference, out=square)
-        return torch.stack([square.sum() for square in squares]).to(dtype).sum()
+        return _sum([square.sum() for square in squares], dtype)
     return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
+
+
+def _sum(numbers: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Of one number it is that number: each call of torch is a moment at which threads wait for Python's lock."""
+    dtype = dtype or numbers[0].dtype
+    return numbers[0].to(dtype) if len(numbers) == 1 else torch.stack(numbers).to(dtype).sum()
 
 
 def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,9 +120,11 @@ def scratch_like(
     dtype = tensors[0].dtype
     if not all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype for tensor in tensors):
         return [torch.empty_like(tensor, memory_format=memory_format) for tensor in tensors]
-    sizes = [tensor.numel() for tensor in tensors]
-    parts = _scratch.numbers(sum(sizes), dtype).split(sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    *starts, size = accumulate((tensor.numel() for tensor in tensors), initial=0)
+    memory = _scratch.memory(size, dtype)
+    return [
+        memory.as_strided(tensor.shape, tensor.stride(), start) for tensor, start in zip(tensors, starts, strict=True)
+    ]
 
 
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
@@ -246,12 +254,13 @@ class _Scratch(threading.local):
     def __init__(self):
         self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
-    def numbers(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for so many numbers, or more."""
         mine = self.by_dtype.get(dtype)
         if mine is None or len(mine) < size:
             with torch.inference_mode(False):  # who asks again may be in another mode
                 mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
-        return mine[:size]
+        return mine
 
 
 _scratch = _Scratch()

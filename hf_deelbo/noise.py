@@ -1,5 +1,6 @@
 """Gaussian noise that depends on its key alone: not on the threads, the processes or what was drawn before."""
 
+import threading
 from hashlib import blake2b
 
 import torch
@@ -56,7 +57,22 @@ def _write_standard_normal(eps: torch.Tensor, tensor: torch.Tensor, rows: slice,
 
 
 def _draw(eps: torch.Tensor, key: str, on_cpu: bool) -> torch.Tensor:
-    seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
     if on_cpu and not eps.is_cpu:  # each kind of device has numbers of its own
-        return eps.copy_(torch.empty_like(eps, device="cpu").normal_(generator=torch.Generator().manual_seed(seed)))
-    return eps.normal_(generator=torch.Generator(eps.device).manual_seed(seed))
+        return eps.copy_(_draw(torch.empty_like(eps, device="cpu"), key, on_cpu))
+    seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
+    return eps.normal_(generator=_generators.seeded(seed, eps.device))
+
+
+class _Generators(threading.local):
+    """One for each device, of one thread: to seed it anew costs half of what a new one does."""
+
+    def __init__(self):
+        self.by_device: dict[torch.device, torch.Generator] = {}
+
+    def seeded(self, seed: int, device: torch.device) -> torch.Generator:
+        if device not in self.by_device:
+            self.by_device[device] = torch.Generator(device)
+        return self.by_device[device].manual_seed(seed)
+
+
+_generators = _Generators()
