@@ -95,7 +95,7 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
     ],
     "text": [
         SNIPPETS | {"subset_seed": SEEDS, "method": "deelbo-halving"},
-        SNIPPETS | {"subset_seed": SEEDS[0], "method": "map-grid", "learning_rates": (0.1, 0.01)},
+        SNIPPETS | {"subset_seed": SEEDS, "method": "map-grid", "learning_rates": (0.1, 0.01)},
     ],
     # the paper's own scale, for a GPU
     "paper": [
