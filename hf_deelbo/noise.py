@@ -1,6 +1,5 @@
 """Gaussian noise that depends on its key alone: not on the threads, the processes or what was drawn before."""
 
-import threading
 from hashlib import blake2b
 
 import torch
@@ -60,19 +59,4 @@ def _draw(eps: torch.Tensor, key: str, on_cpu: bool) -> torch.Tensor:
     if on_cpu and not eps.is_cpu:  # each kind of device has numbers of its own
         return eps.copy_(_draw(torch.empty_like(eps, device="cpu"), key, on_cpu))
     seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
-    return eps.normal_(generator=_generators.seeded(seed, eps.device))
-
-
-class _Generators(threading.local):
-    """One for each device, of one thread: to seed it anew costs half of what a new one does."""
-
-    def __init__(self):
-        self.by_device: dict[torch.device, torch.Generator] = {}
-
-    def seeded(self, seed: int, device: torch.device) -> torch.Generator:
-        if device not in self.by_device:
-            self.by_device[device] = torch.Generator(device)
-        return self.by_device[device].manual_seed(seed)
-
-
-_generators = _Generators()
+    return eps.normal_(generator=torch.Generator(eps.device).manual_seed(seed))
