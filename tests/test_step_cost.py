@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
 from functools import wraps
 from itertools import count
@@ -148,7 +149,21 @@ def test_the_own_work_is_that_of_a_step(tiny, monkeypatch, phase):
     sleep_in(monkeypatch, GaussianPosterior, phase)
     seconds = turns.measure_posterior(tiny["bert"], rounds=2)["seconds"]
     assert min(seconds["posterior"]) > SLEEP > min(seconds["draw"] + seconds["sgd"])
-    assert [len(values) for values in seconds.values()] == [2, 2, 2]
+    assert min(seconds["of one tensor"]) > SLEEP
+    assert [len(values) for values in seconds.values()] == [2, 2, 2, 2]
+
+
+def test_the_own_work_of_one_tensor_is_over_as_many_numbers(tiny, monkeypatch):
+    drawn = Counter()
+    sampled = GaussianPosterior.sampled
+
+    def spy(posterior, *key):
+        drawn[sum(w.numel() for w in posterior.parameters().values())] += len(posterior.parameters()) == 2
+        return sampled(posterior, *key)
+
+    monkeypatch.setattr(GaussianPosterior, "sampled", spy)
+    turns.measure_posterior(tiny["bert"], rounds=2)
+    assert drawn == {num_trainable(tiny["bert"]): 3}  # and the warm-up
 
 
 def test_batch(tiny, monkeypatch):

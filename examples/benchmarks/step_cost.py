@@ -7,10 +7,13 @@
 The sweeps:
 
     models     three usual models, with PTYL's prior too, and the peak memory of each method's process
-    size       BERTs of 1 to 110 million parameters; also the posterior's own work over one draw and one SGD update
+    size       BERTs of 1 to 110 million parameters
     batch      EfficientNet-Lite0 with batches of several sizes
     pixels     ResNet-50 with images of several sizes, up to the paper's
     processes  one process and two, by DDP over gloo, that share the batch and the threads
+
+The first two also time the posterior's own work alone: against one draw and one SGD update of as many numbers, and
+against the same work on a single tensor of them, which tells what a model's many tensors cost.
 
 The trainers run the same model, data and optimiser, each in a process of its own, and take turns, a few steps at a
 time, so that a busy machine slows all alike; CPU time, of all threads, is told too, as that is what a busy machine
@@ -39,14 +42,13 @@ MEMORY_TARGET = 2  # D floats over L2-SP's mu
 def sweep_models(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time and memory of all methods, at the models' usual batch sizes."""
     for workload in workloads_of(arguments, USUAL):
-        yield measure_steps(workload, **turns_of(arguments), methods=METHODS)
+        yield measure_steps(workload, **turns_of(arguments), methods=METHODS) | own_work_of(workload, arguments)
 
 
 def sweep_size(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against D, of whole steps and of the posterior's own work."""
     for workload in workloads_of(arguments, BY_SIZE):
-        record = measure_steps(workload, **turns_of(arguments))
-        yield record | {"own_work": measure_posterior(workload, arguments.rounds * arguments.steps)}
+        yield measure_steps(workload, **turns_of(arguments)) | own_work_of(workload, arguments)
 
 
 def sweep_batch(arguments: argparse.Namespace) -> Iterator[dict]:
@@ -72,6 +74,11 @@ def sweep_processes(arguments: argparse.Namespace) -> Iterator[dict]:
 def turns_of(arguments: argparse.Namespace) -> dict[str, int]:
     """How often and how long each method takes turns."""
     return {name: getattr(arguments, name) for name in ("rounds", "steps", "restarts")}
+
+
+def own_work_of(workload: Workload, arguments: argparse.Namespace) -> dict[str, dict]:
+    """The posterior's own work, as often as the steps."""
+    return {"own_work": measure_posterior(workload, arguments.rounds * arguments.steps * arguments.restarts)}
 
 
 def workloads_of(arguments: argparse.Namespace, default: Iterable[Workload]) -> Iterable[Workload]:
@@ -164,7 +171,7 @@ def tables_of(sweep: str, records: list[dict]) -> str:
     tables = [[row_of_steps(record) for record in records]]
     if sweep == "models":
         tables += [[row(record) for record in records] for row in (row_of_ptyl, row_of_memory)]
-    if sweep == "size":
+    if sweep in ("models", "size"):
         tables.append([row_of_own_work(record) for record in records])
     tables.append([row for record in records for row in rows_of_phases(record)])
     return "\n\n".join(map(table, tables))

@@ -10,9 +10,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 from workloads import WORKLOADS, Workload
@@ -277,26 +279,43 @@ def measure_steps(
     }
 
 
+class OneTensor(nn.Module):
+    """All weights of a backbone in a single tensor, and a head of one number."""
+
+    def __init__(self, num_parameters: int):
+        super().__init__()
+        self.backbone = nn.Parameter(torch.randn(num_parameters - 1))
+        self.head = nn.Parameter(torch.randn(1))
+
+
 def measure_posterior(workload: Workload, rounds: int) -> dict:
     """Seconds of the posterior's own work of a step, and of one `normal_` draw and one SGD update of D numbers.
 
+    Also those of the same work over as many numbers in one tensor: what is over them is the price of many tensors.
     There is no forward or backward pass: the gradients are random numbers.
     """
     torch.manual_seed(0)
     model = workload.make_model()
     posterior = GaussianPosterior(model, head_parameter_names(model), num_examples=workload.batch_size)
-    for gradient in gradients_of(parameters_by_name(model)).values():
-        gradient.normal_()
+    of_one_tensor = GaussianPosterior(OneTensor(posterior.num_parameters), ["head"], num_examples=workload.batch_size)
+    for each in (posterior, of_one_tensor):
+        for gradient in gradients_of(parameters_by_name(each.model)).values():
+            gradient.normal_()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-3, momentum=0.9, nesterov=True)
     noise = torch.empty(posterior.num_parameters)
 
-    def own_work() -> None:
-        posterior.update_prior_variances()
-        with posterior.sampled(0):
-            posterior.complete_gradients()
+    def own_work(of: GaussianPosterior) -> None:
+        of.update_prior_variances()
+        with of.sampled(0):
+            of.complete_gradients()
 
-    parts = {"posterior": own_work, "draw": noise.normal_, "sgd": optimizer.step}
+    parts = {
+        "posterior": partial(own_work, posterior),
+        "of one tensor": partial(own_work, of_one_tensor),
+        "draw": noise.normal_,
+        "sgd": optimizer.step,
+    }
     seconds = {part: [] for part in parts}
     for round_ in range(rounds + 1):
         for part, function in parts.items():
