@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
-from .sharding import Tensors, first_row, local
+from .sharding import Tensors, held_rows, local
 
 # 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a cache.
 BLOCK_SIZE = 2**18
@@ -21,17 +22,17 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """Some rows of one named tensor; if it is sharded, of those that this process holds."""
+    """Some rows of one named tensor, or all (`None`); if it is sharded, of those that this process holds."""
 
     name: str
-    rows: slice
+    rows: slice | None
 
 
 class Block(NamedTuple):
     """Pieces of named tensors that are worked on together, by one call of a `torch._foreach_*` function for all.
 
     Example:
-        >>> block = Block((Piece("weight", slice(2, 4)), Piece("bias", slice(0, 1))))
+        >>> block = Block((Piece("weight", slice(2, 4)), Piece("bias", None)))
         >>> block.of({"weight": torch.arange(6.0), "bias": torch.zeros(1)})
         [tensor([2., 3.]), tensor([0.])]
     """
@@ -43,13 +44,9 @@ class Block(NamedTuple):
         return [rows_of(local(tensors[name]), rows) for name, rows in self.pieces]
 
 
-def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Some rows of a tensor; a number is its own and only row."""
-    return tensor if rows.stop - rows.start == _num_rows(tensor) else tensor[rows]
-
-
-def _num_rows(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
+def rows_of(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    """Some rows of a tensor, or all."""
+    return tensor if rows is None else tensor[rows]
 
 
 def inner_product(one: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
@@ -120,11 +117,7 @@ def scratch_like(
     dtype = tensors[0].dtype
     if not all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype for tensor in tensors):
         return [torch.empty_like(tensor, memory_format=memory_format) for tensor in tensors]
-    *starts, size = accumulate((tensor.numel() for tensor in tensors), initial=0)
-    memory = _scratch.memory(size, dtype)
-    return [
-        memory.as_strided(tensor.shape, tensor.stride(), start) for tensor, start in zip(tensors, starts, strict=True)
-    ]
+    return list(_unflatten_dense_tensors(_scratch.memory(sum(map(torch.numel, tensors)), dtype), tensors))
 
 
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
@@ -135,26 +128,26 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
 
     Example:
         >>> for block in blocks_of({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, size=4):
-        ...     [(name, rows.start, rows.stop) for name, rows in block.pieces]
-        [('weight', 0, 2)]
-        [('weight', 2, 3), ('bias', 0, 2)]
+        ...     [tuple(piece) for piece in block.pieces]
+        [('weight', slice(0, 2, None))]
+        [('weight', slice(2, 3, None)), ('bias', None)]
     """
     if size is None:
         on_cpu = all(tensor.is_cpu for tensor in tensors.values())
         size = BLOCK_SIZE if on_cpu else sys.maxsize
-    here = ((name, tensor.shape, first_row(tensor), _num_rows(local(tensor))) for name, tensor in tensors.items())
+    here = ((name, tensor.shape, held_rows(tensor)) for name, tensor in tensors.items())
     return list(_blocks_of(tuple(here), size))
 
 
 @lru_cache(maxsize=64)
-def _blocks_of(tensors: tuple[tuple[str, torch.Size, int, int], ...], size: int) -> tuple[Block, ...]:
-    """From names, whole shapes, and the first row and the number of rows that are here: the same at each step."""
+def _blocks_of(tensors: tuple[tuple[str, torch.Size, tuple[int, int]], ...], size: int) -> tuple[Block, ...]:
+    """From names, whole shapes and the rows that are here: the same at each step."""
     blocks, pieces, filled = [], [], 0
-    for name, shape, first, num_rows in tensors:
+    for name, shape, (first, num_rows) in tensors:
         row_size, step = shape[1:].numel(), rows_of_a_piece(shape, size)
-        cuts = [0, *range(step - first % step, num_rows, step), num_rows] if num_rows else []
+        cuts = [0, *range(step - first % step, num_rows, step), num_rows] if num_rows * row_size else []
         for start, stop in pairwise(cuts):
-            pieces.append(Piece(name, slice(start, stop)))
+            pieces.append(Piece(name, None if stop - start == num_rows else slice(start, stop)))
             filled += (stop - start) * row_size
             if filled + row_size > size:
                 blocks.append(Block(tuple(pieces)))

@@ -4,8 +4,8 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import Block, Tensors, rows_of, rows_of_a_piece, scratch_like, write_scaled_sum
-from .sharding import first_row
+from .blocks import BLOCK_SIZE, Block, Tensors, rows_of_a_piece, scratch_like, write_scaled_sum
+from .sharding import held_rows
 
 
 def write_noisy_block(
@@ -37,17 +37,20 @@ def write_noisy_block(
     write_scaled_sum(block.of(target), weights, noise, sigma)
 
 
-def _write_standard_normal(eps: torch.Tensor, tensor: torch.Tensor, rows: slice, key: str, on_cpu: bool) -> None:
+def _write_standard_normal(
+    eps: torch.Tensor, tensor: torch.Tensor, rows: slice | None, key: str, on_cpu: bool
+) -> None:
     """eps of some rows of `tensor`: it is drawn in parts that the whole tensor decides, and cut to those rows."""
-    if tensor.dim() == 0:
+    if eps.numel() == tensor.numel() <= BLOCK_SIZE:  # the usual case: one part
         _draw(eps, f"{key}/0", on_cpu)
         return
-    first, last = (first_row(tensor) + row for row in (rows.start, rows.stop))
+    first, num_rows = held_rows(tensor)
+    first, last = (first, first + num_rows) if rows is None else (first + rows.start, first + rows.stop)
     step = rows_of_a_piece(tensor.shape)
     for start in range(first // step * step, last, step):
         stop = min(start + step, tensor.shape[0])
         low, high = max(first, start), min(last, stop)
-        here = rows_of(eps, slice(low - first, high - first))
+        here = eps[low - first : high - first]
         if (low, high) == (start, stop):
             _draw(here, f"{key}/{start}", on_cpu)
         else:  # other processes hold the rest

@@ -374,7 +374,7 @@ class LowRankPrior(GaussianPrior, Shareable):
     def _q(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Columns of Q^T; a view, unless the types differ."""
         deviations = local(self.deviations[piece.name])
-        rows = deviations[:, piece.rows] if deviations.dim() > 1 else deviations
+        rows = deviations if piece.rows is None else deviations[:, piece.rows]
         return rows.reshape(self.rank, -1).to(dtype)
 
     def _sum(self, terms: list[torch.Tensor]) -> torch.Tensor:

@@ -26,14 +26,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_row(tensor: torch.Tensor) -> int:
-    """Which row of the whole tensor is the first that this process holds.
+def held_rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which row of the whole tensor is the first that this process holds, and how many it holds; a number is one row.
 
     Example:
-        >>> first_row(torch.ones(2))
-        0
+        >>> held_rows(torch.ones(2))
+        (0, 2)
     """
-    return _start(tensor.shape[0], tensor.device_mesh) if isinstance(tensor, DTensor) else 0
+    if isinstance(tensor, DTensor):
+        return _start(tensor.shape[0], tensor.device_mesh), len(tensor.to_local())
+    return 0, tensor.shape[0] if tensor.dim() else 1
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

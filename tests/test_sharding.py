@@ -21,7 +21,7 @@ from hf_deelbo.sharding import (
     check_sharding,
     class_of,
     copy_whole_,
-    first_row,
+    held_rows,
     is_first_process,
     local,
     mesh_of,
@@ -59,7 +59,9 @@ class TestRows:
         def shard(mesh: DeviceMesh) -> torch.Tensor:
             sharded = shard_like(tensor, empty_parameter((num_rows, 5), mesh))
             assert sharded.shape == tensor.shape
-            assert torch.equal(local(sharded), tensor[first_row(sharded) :][: len(local(sharded))])
+            first, num_held = held_rows(sharded)
+            assert num_held == len(local(sharded))
+            assert torch.equal(local(sharded), tensor[first : first + num_held])
             return local(sharded)
 
         assert torch.equal(torch.cat(on_each_rank(world_size, shard)), tensor)
