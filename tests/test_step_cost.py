@@ -126,6 +126,13 @@ def test_models(tiny, monkeypatch):
     assert row["PTYL over L2-SP"].startswith(f"{2**21 / size:.2f} D floats")
 
 
+def test_the_peak_is_the_median_of_the_restarts(tiny, monkeypatch):
+    peaks = iter([1, 1, 5, 50, 1, 1, 6, 90, 1, 1, 9, 60])  # of two methods: the warm-up, a round, and again
+    monkeypatch.setattr(turns, "peak_memory", lambda: next(peaks))
+    record = turns.measure_steps(tiny["bert"], rounds=1, steps=1, restarts=3)
+    assert record["peak_bytes"] == {"plain": 6, "deelbo": 60}
+
+
 def test_size(tiny, monkeypatch):
     monkeypatch.setattr(step_cost, "BY_SIZE", tiny.values())
     records = list(step_cost.sweep_size(arguments()))
