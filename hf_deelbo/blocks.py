@@ -56,7 +56,7 @@ def inner_product(one: list[torch.Tensor], other: list[torch.Tensor]) -> torch.T
         >>> inner_product([torch.ones(1, 2), torch.ones(1)], [torch.ones(1, 2), torch.full((1,), 3.0)])
         tensor(5.)
     """
-    return _sum([torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)])
+    return sum_of([torch.dot(a.flatten(), b.flatten()) for a, b in zip(one, other, strict=True)])
 
 
 def squared_distance(
@@ -75,14 +75,21 @@ def squared_distance(
         squares = scratch_like(one) if other is None else differences
         for difference, square in zip(differences, squares, strict=True):
             torch.mul(difference, difference, out=square)
-        return _sum([square.sum() for square in squares], dtype)
+        return sum_of([square.sum() for square in squares], dtype)
     return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
 
 
-def _sum(numbers: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Of one number it is that number: each call of torch is a moment at which threads wait for Python's lock."""
-    dtype = dtype or numbers[0].dtype
-    return numbers[0].to(dtype) if len(numbers) == 1 else torch.stack(numbers).to(dtype).sum()
+def sum_of(terms: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum of tensors of one shape, in `dtype` or their own.
+
+    Of one it is that one: each call of torch is a moment at which threads wait for Python's lock.
+
+    Example:
+        >>> sum_of([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+        tensor([4., 6.])
+    """
+    dtype = dtype or terms[0].dtype
+    return terms[0].to(dtype) if len(terms) == 1 else torch.stack(terms).to(dtype).sum(0)
 
 
 def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:

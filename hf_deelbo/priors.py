@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance, subtract
+from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance, subtract, sum_of
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PriorCardData, save_card
@@ -253,7 +253,8 @@ class LowRankPrior(GaussianPrior, Shareable):
                 torch.div(d, whitened, out=whitened)
                 distances.append(torch.dot(d, whitened))
                 projections.append(torch.mv(self._q(piece, d.dtype), whitened))
-            return torch.cat([self._sum(distances)[None], self._sum(projections)]), checksum(block.of(w))
+            sums = sum_of(distances, self._wide)[None], sum_of(projections, self._wide)
+            return torch.cat(sums), checksum(block.of(w))
 
         terms = on_all_cores(sums_and_checksum, blocks_of(w))
         sums = total([sums for sums, _ in terms], w, self._shrinkage.new_zeros(1 + self.rank))
@@ -347,7 +348,7 @@ class LowRankPrior(GaussianPrior, Shareable):
     def _sum_of_squares(self, w: Tensors, c: torch.Tensor) -> torch.Tensor:
         def squares(block: Block) -> torch.Tensor:
             residuals = zip(block.pieces, self._residuals(w, c, block), strict=True)
-            return self._sum([torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals])
+            return sum_of([torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals], self._wide)
 
         return total(on_all_cores(squares, blocks_of(w)), w, torch.zeros_like(self._shrinkage[0])) + torch.dot(c, c)
 
@@ -376,9 +377,6 @@ class LowRankPrior(GaussianPrior, Shareable):
         deviations = local(self.deviations[piece.name])
         rows = deviations if piece.rows is None else deviations[:, piece.rows]
         return rows.reshape(self.rank, -1).to(dtype)
-
-    def _sum(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(terms).to(self._wide).sum(0)
 
 
 def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -40,7 +40,7 @@ MEMORY_TARGET = 2  # D floats over L2-SP's mu
 
 
 def sweep_models(arguments: argparse.Namespace) -> Iterator[dict]:
-    """Time and memory of all methods, at the models' usual batch sizes."""
+    """Time and memory of all methods, at the models' usual batch sizes, and the posterior's own work."""
     for workload in workloads_of(arguments, USUAL):
         yield measure_steps(workload, **turns_of(arguments), methods=METHODS) | own_work_of(workload, arguments)
 
@@ -147,7 +147,7 @@ def rows_of_phases(record: dict) -> list[dict[str, str]]:
 
 
 def row_of_own_work(record: dict) -> dict[str, str]:
-    """The posterior's own work over one draw and one SGD update."""
+    """The posterior's own work, that on one tensor, one draw and one SGD update."""
     own_work = record["own_work"]
     return {
         "model": record["model"],

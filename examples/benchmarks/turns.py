@@ -241,17 +241,16 @@ def measure_steps(
     Returns:
         A record of JSON types. `seconds` and `cpu_seconds`, of all threads, have the median of each round, by method;
         a ratio is the median of the rounds' ratios, as the parts of a round ran one after the other. `peak_bytes` is
-        the median of the processes.
+        the median of the processes, each at its last turn.
     """
     batch_size = batch_size or workload.batch_size
-    turns, peaks = [], []
+    turns = []
     for _ in range(restarts):
         with ExitStack() as stack:
             setting = workload, batch_size, steps, rounds + 1, world_size
             players = {method: stack.enter_context(closing(PlayerProcess(method, *setting))) for method in methods}
             _, *later = [{method: player.turn() for method, player in players.items()} for _ in range(rounds + 1)]
         turns += later
-        peaks.append({method: turn["peak_bytes"] for method, turn in later[-1].items()})
     last = turns[-1]
     seconds, cpu_seconds = (
         {method: [turn[method][clock] for turn in turns] for method in methods} for clock in ("seconds", "cpu_seconds")
@@ -277,7 +276,10 @@ def measure_steps(
             }
             for method in methods[1:]
         },
-        "peak_bytes": {method: statistics.median(peak[method] for peak in peaks) for method in methods},
+        "peak_bytes": {
+            method: statistics.median(turn[method]["peak_bytes"] for turn in turns[rounds - 1 :: rounds])
+            for method in methods
+        },
     }
 
 
