@@ -4,19 +4,21 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch._utils import _unflatten_dense_tensors
 
 from .sharding import Tensors, held_rows, local
 
 # 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a cache.
 BLOCK_SIZE = 2**18
+# A pass over fewer blocks that does little with each number takes some milliseconds. For about as long torch's own
+# threads keep their cores after an operation, waiting for the next one, and a helper would come too late.
+SHORT_PASS = 16
 
 Result = TypeVar("Result")
 
@@ -70,13 +72,14 @@ def squared_distance(
         >>> squared_distance([torch.ones(3)], [torch.zeros(3)])
         tensor(3., dtype=torch.float64)
     """
-    differences = one if other is None else subtract(one, other)
-    if one[0].is_cpu:
-        squares = scratch_like(one) if other is None else differences
-        for difference, square in zip(differences, squares, strict=True):
-            torch.mul(difference, difference, out=square)
-        return sum_of([square.sum() for square in squares], dtype)
-    return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
+    if not one[0].is_cpu:
+        differences = one if other is None else subtract(one, other)
+        return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
+    if other is None:
+        squares = (torch.mul(a, a, out=scratch_like(a)) for a in one)
+    else:
+        squares = (torch.mul(d, d, out=d) for d in subtract(one, other))
+    return sum_of([square.sum() for square in squares], dtype)
 
 
 def sum_of(terms: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -92,39 +95,33 @@ def sum_of(terms: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch
     return terms[0].to(dtype) if len(terms) == 1 else torch.stack(terms).to(dtype).sum(0)
 
 
-def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Their differences, on a CPU in memory of `scratch_like`.
+def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Their differences; on a CPU one after the other, each in memory of `scratch_like`.
 
     Example:
-        >>> subtract([torch.ones(2)], [torch.tensor([0.0, 3.0])])
+        >>> list(subtract([torch.ones(2)], [torch.tensor([0.0, 3.0])]))
         [tensor([ 1., -2.])]
     """
-    if not one[0].is_cpu:  # one call for all
-        return torch._foreach_sub(one, other)
-    differences = scratch_like(one)
-    for a, b, difference in zip(one, other, differences, strict=True):
-        torch.sub(a, b, out=difference)
-    return differences
+    if one[0].is_cpu:
+        return (torch.sub(a, b, out=scratch_like(a)) for a, b in zip(one, other, strict=True))
+    return torch._foreach_sub(one, other)  # one call for all
 
 
-def scratch_like(
-    tensors: list[torch.Tensor], memory_format: torch.memory_format = torch.preserve_format
-) -> list[torch.Tensor]:
-    """Tensors of the same shapes and with any content, valid until this thread asks again: it gets the same memory.
+def scratch_like(tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+    """A tensor of the same shape with any content, valid until this thread asks again: it gets the same memory.
 
-    On a CPU, what is allocated and freed for each block at each step costs more than what is computed there: when the
+    On a CPU, what is allocated and freed for each piece at each step costs more than what is computed there: when the
     C library sees it freed it may give all the memory that a backward pass left free back to the system, and the next
-    forward pass asks for it again.
+    forward pass asks for it again. Also, what one operation leaves there the next one finds in the cache.
 
     Example:
-        >>> one, other = (scratch_like([torch.ones(3)])[0] for _ in range(2))
+        >>> one, other = (scratch_like(torch.ones(3)) for _ in range(2))
         >>> one.data_ptr() == other.data_ptr()
         True
     """
-    dtype = tensors[0].dtype
-    if not all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype for tensor in tensors):
-        return [torch.empty_like(tensor, memory_format=memory_format) for tensor in tensors]
-    return list(_unflatten_dense_tensors(_scratch.memory(sum(map(torch.numel, tensors)), dtype), tensors))
+    if tensor.is_cpu and (memory_format == torch.contiguous_format or tensor.is_contiguous()):
+        return _scratch.of(tensor.shape, tensor.dtype)
+    return torch.empty_like(tensor, memory_format=memory_format)
 
 
 def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
@@ -142,16 +139,10 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
     if size is None:
         on_cpu = all(tensor.is_cpu for tensor in tensors.values())
         size = BLOCK_SIZE if on_cpu else sys.maxsize
-    here = ((name, tensor.shape, held_rows(tensor)) for name, tensor in tensors.items())
-    return list(_blocks_of(tuple(here), size))
-
-
-@lru_cache(maxsize=64)
-def _blocks_of(tensors: tuple[tuple[str, torch.Size, tuple[int, int]], ...], size: int) -> tuple[Block, ...]:
-    """From names, whole shapes and the rows that are here: the same at each step."""
     blocks, pieces, filled = [], [], 0
-    for name, shape, (first, num_rows) in tensors:
-        row_size, step = shape[1:].numel(), rows_of_a_piece(shape, size)
+    for name, tensor in tensors.items():
+        row_size, step = tensor.shape[1:].numel(), rows_of_a_piece(tensor.shape, size)
+        first, num_rows = held_rows(tensor)
         cuts = [0, *range(step - first % step, num_rows, step), num_rows] if num_rows * row_size else []
         for start, stop in pairwise(cuts):
             pieces.append(Piece(name, None if stop - start == num_rows else slice(start, stop)))
@@ -159,7 +150,7 @@ def _blocks_of(tensors: tuple[tuple[str, torch.Size, tuple[int, int]], ...], siz
             if filled + row_size > size:
                 blocks.append(Block(tuple(pieces)))
                 pieces, filled = [], 0
-    return (*blocks, Block(tuple(pieces))) if pieces else tuple(blocks)
+    return [*blocks, Block(tuple(pieces))] if pieces else blocks
 
 
 def rows_of_a_piece(shape: torch.Size, size: int = BLOCK_SIZE) -> int:
@@ -167,7 +158,7 @@ def rows_of_a_piece(shape: torch.Size, size: int = BLOCK_SIZE) -> int:
     return max(1, size // max(1, shape[1:].numel()))
 
 
-def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+def add_scaled_(targets: list[torch.Tensor], tensors: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
     """In place `target = target + scale * tensor`, for all of them.
 
     Example:
@@ -177,13 +168,15 @@ def add_scaled_(targets: list[torch.Tensor], tensors: list[torch.Tensor], scale:
         tensor([1.5000, 1.5000])
     """
     if scale.is_cpu:
-        torch._foreach_add_(targets, tensors, alpha=scale.item())
+        alpha = scale.item()
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.add_(tensor, alpha=alpha)
     else:  # reading the scale would make the host wait
-        torch._foreach_add_(targets, torch._foreach_mul(tensors, scale))
+        torch._foreach_add_(targets, torch._foreach_mul(list(tensors), scale))
 
 
 def write_scaled_sum(
-    targets: list[torch.Tensor], tensors: list[torch.Tensor], others: list[torch.Tensor], scale: torch.Tensor
+    targets: list[torch.Tensor], tensors: list[torch.Tensor], others: Iterable[torch.Tensor], scale: torch.Tensor
 ) -> None:
     """Set `target = tensor + scale * other`, for all of them; `others` may be used up.
 
@@ -198,13 +191,19 @@ def write_scaled_sum(
         for target, tensor, other in zip(targets, tensors, others, strict=True):
             torch.add(tensor, other, alpha=alpha, out=target)
     else:  # reading the scale would make the host wait
+        others = list(others)
         torch._foreach_mul_(others, scale)
         torch._foreach_add_(others, tensors)
         torch._foreach_copy_(targets, others)
 
 
-def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> list[Result]:
+def on_all_cores(function: Callable[[Block], Result], blocks: list[Block], alone_below: int = 0) -> list[Result]:
     """`[function(block) for block in blocks]` without gradients, by as many threads as torch uses.
+
+    Args:
+        function: what is done with a block.
+        blocks: all of them.
+        alone_below: with fewer blocks the calling thread does it all; `SHORT_PASS` where little is done with each.
 
     Each block is one thread's work alone, and the results keep the order of the blocks, so that sums do not depend on
     the number of threads. None is still at work when this returns or raises.
@@ -230,7 +229,8 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
             results[index] = function(block)
 
     num_threads = torch.get_num_threads()
-    helpers = [_pool(os.getpid()).submit(work, todo.pop) for _ in range(min(num_threads, len(blocks)) - 1)]
+    num_helpers = min(num_threads, len(blocks)) - 1 if len(blocks) >= alone_below else 0
+    helpers = [_pool(os.getpid()).submit(work, todo.pop) for _ in range(num_helpers)]
     try:
         work(todo.popleft)
     finally:
@@ -249,18 +249,26 @@ def _pool(process_id: int) -> ThreadPoolExecutor:
 
 
 class _Scratch(threading.local):
-    """Memory of one thread, as much as it needed at most."""
+    """Memory of one thread, as much as it needed at most, and views of it in the shapes that it was asked for."""
 
     def __init__(self):
-        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.views: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for so many numbers, or more."""
-        mine = self.by_dtype.get(dtype)
-        if mine is None or len(mine) < size:
-            with torch.inference_mode(False):  # who asks again may be in another mode
-                mine = self.by_dtype[dtype] = torch.empty(max(size, BLOCK_SIZE), dtype=dtype)
-        return mine
+    def of(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of it, in this shape."""
+        view = self.views.get((shape, dtype))
+        if view is None:
+            view = self.views[shape, dtype] = self._view(shape, dtype)
+        return view
+
+    @torch.inference_mode(False)  # who asks again may be in another mode
+    def _view(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        size = shape.numel() * dtype.itemsize
+        if len(self.memory) < size:
+            self.memory = torch.empty(max(size, 4 * BLOCK_SIZE), dtype=torch.uint8)
+            self.views.clear()
+        return self.memory[:size].view(dtype).view(shape)
 
 
 _scratch = _Scratch()

@@ -189,7 +189,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters, each once (tied weights too).
 
-    It walks over all modules, which takes milliseconds: a training step should do so once or twice.
+    It walks over all modules, which takes up to milliseconds: a training step does so once.
 
     Example:
         >>> model = nn.Linear(2, 1)

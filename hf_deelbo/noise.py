@@ -31,19 +31,20 @@ def write_noisy_block(
         True
     """
     weights = block.of(tensors)
-    noise = scratch_like(weights, memory_format=torch.contiguous_format)
-    for (name, rows), eps in zip(block.pieces, noise, strict=True):
-        _write_standard_normal(eps, tensors[name], rows, f"{key}/{name}", on_cpu)
+    noise = (
+        _standard_normal(w, tensors[name], rows, f"{key}/{name}", on_cpu)
+        for w, (name, rows) in zip(weights, block.pieces, strict=True)
+    )
     write_scaled_sum(block.of(target), weights, noise, sigma)
 
 
-def _write_standard_normal(
-    eps: torch.Tensor, tensor: torch.Tensor, rows: slice | None, key: str, on_cpu: bool
-) -> None:
-    """eps of some rows of `tensor`: it is drawn in parts that the whole tensor decides, and cut to those rows."""
+def _standard_normal(
+    weight: torch.Tensor, tensor: torch.Tensor, rows: slice | None, key: str, on_cpu: bool
+) -> torch.Tensor:
+    """eps of `weight`, some rows of `tensor`: drawn in parts that the whole tensor decides, and cut to those rows."""
+    eps = scratch_like(weight, memory_format=torch.contiguous_format)
     if eps.numel() == tensor.numel() <= BLOCK_SIZE:  # the usual case: one part
-        _draw(eps, f"{key}/0", on_cpu)
-        return
+        return _draw(eps, f"{key}/0", on_cpu)
     first, num_rows = held_rows(tensor)
     first, last = (first, first + num_rows) if rows is None else (first + rows.start, first + rows.stop)
     step = rows_of_a_piece(tensor.shape)
@@ -56,6 +57,7 @@ def _write_standard_normal(
         else:  # other processes hold the rest
             part = _draw(eps.new_empty((stop - start, *tensor.shape[1:])), f"{key}/{start}", on_cpu)
             here.copy_(part[low - start : high - start])
+    return eps
 
 
 def _draw(eps: torch.Tensor, key: str, on_cpu: bool) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
-from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
+from .blocks import SHORT_PASS, Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
@@ -95,6 +95,7 @@ class GaussianPosterior(Shareable):
         self._is_sharded = is_sharded(model)
         parameters = self.parameters()
         self._names = parameters.keys()
+        self._blocks = blocks_of(parameters)
         _check_parameters(parameters, self._head_names)
         self.prior = prior or IsotropicPrior.l2_sp(self.backbone)
         self.prior.check_matches(self.backbone)
@@ -114,6 +115,7 @@ class GaussianPosterior(Shareable):
         self._means: Tensors = {}
         self._sample: Tensors = {}
         self._last_drawn: tuple[tuple[int, ...], bool] | None = None
+        self._last_found: dict[str, nn.Parameter] = {}
         self.is_sampled = False
         self.update_prior_variances()
 
@@ -164,7 +166,8 @@ class GaussianPosterior(Shareable):
         """
         self._forbid_while_sampled("update_prior_variances")
         self._last_drawn = None  # the means have moved
-        weights, sigma = self.parameters(), self.sigma
+        self._last_found = self._parameters_now()
+        weights, sigma = values_of(self._last_found), self.sigma
         if weights.keys() != self._names:
             changed = next(iter(weights.keys() ^ self._names))
             raise RuntimeError(
@@ -187,15 +190,16 @@ class GaussianPosterior(Shareable):
             *key: decides eps, together with the device that draws it.
             on_cpu: draw it on the CPU wherever the model is, so that the key alone decides: slower on a GPU.
             reuse: take the last sample again, if it was of the same key and neither `update_prior_variances` nor
-                `complete_gradients` was called since. The means must not have moved.
+                `complete_gradients` was called since. The means must not have moved since then, and the model must
+                have the same parameters: they are not looked up again.
         """
         self._forbid_while_sampled("sampled")
-        parameters, sigma = self._parameters_now(), self.sigma
-        weights = values_of(parameters)
+        parameters = self._last_found if reuse and not self._is_sharded else self._parameters_now()
+        weights, sigma = values_of(parameters), self.sigma
         self._make_room(weights)
         self._sampled_parameters = parameters
         if self._is_sharded:  # FSDP2 keeps its weights where they are
-            _copy(weights, self._room)
+            self._copy(weights, self._room)
             self._means, self._sample = self._room, weights
         else:
             self._means, self._sample = weights, self._room
@@ -207,7 +211,7 @@ class GaussianPosterior(Shareable):
         self.is_sampled, self._last_drawn = True, None
         try:
             if not is_there:
-                on_all_cores(draw, blocks_of(self._means))
+                on_all_cores(draw, self._blocks)
             if not self._is_sharded:
                 self._last_drawn = key, on_cpu
                 point_to(self._sample, parameters)
@@ -263,8 +267,8 @@ class GaussianPosterior(Shareable):
             add_scaled_(g, precision_product(block), pull)
             return product
 
-        products = [product.to(pull.dtype) for product in on_all_cores(complete, blocks_of(means))]
-        return total(products, means, torch.zeros_like(pull))
+        products = on_all_cores(complete, prior.blocks, alone_below=SHORT_PASS)
+        return total([product.to(pull.dtype) for product in products], means, torch.zeros_like(pull))
 
     # ---- Using it --------------------------------------------------------------------------------------------------
 
@@ -484,10 +488,13 @@ class GaussianPosterior(Shareable):
                 self._room = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
             self._last_drawn = None
 
+    def _copy(self, source: Tensors, target: Tensors) -> None:
+        on_all_cores(lambda block: torch._foreach_copy_(block.of(target), block.of(source)), self._blocks)
+
     def _take_back_sample(self) -> None:
         """The model is the posterior mean again."""
         if self._is_sharded:
-            _copy(self._means, self.parameters())
+            self._copy(self._means, self.parameters())
         else:
             point_to(self._means, self._sampled_parameters)
         self.is_sampled, self._sampled_parameters, self._means, self._sample = False, {}, {}, {}
@@ -519,13 +526,8 @@ def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
         raise ValueError(f"head_names: {unknown[0]!r} is not a trainable parameter of the model.")
 
 
-def _copy(source: Tensors, target: Tensors) -> None:
-    on_all_cores(lambda block: torch._foreach_copy_(block.of(target), block.of(source)), blocks_of(source))
-
-
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    kinds = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (one, other)]
-    return kinds[0] == kinds[1]
+    return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
 
 
 def _check_count(argument: str, value: int) -> None:

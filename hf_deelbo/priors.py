@@ -12,14 +12,25 @@ float64, and over the processes if the parameters are sharded.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance, subtract, sum_of
+from .blocks import (
+    SHORT_PASS,
+    Block,
+    Piece,
+    Tensors,
+    blocks_of,
+    on_all_cores,
+    rows_of,
+    squared_distance,
+    subtract,
+    sum_of,
+)
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PriorCardData, save_card
@@ -28,8 +39,8 @@ from .objective import gaussian_kl, optimal_variance
 from .prior_files import PriorConfig, read_prior, write_prior
 from .sharding import copy_whole_, gathered, local, shard_like, total
 
-# Sigma_p^-1 (w - mu_p), one block at a time, to be used before the next one is asked for: memory is used again
-PrecisionProduct = Callable[[Block], list[torch.Tensor]]
+# Sigma_p^-1 (w - mu_p) of each piece of a block, to be used before the next one is asked for: memory is used again
+PrecisionProduct = Callable[[Block], Iterable[torch.Tensor]]
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -43,6 +54,7 @@ class GaussianPrior(ABC):
     Attributes:
         shapes: the shape of each parameter, by name.
         num_parameters: D, how many numbers they are together.
+        blocks: the pieces in which passes over them are made.
         trace_inverse: tr(Sigma_p^-1).
         log_det: log det Sigma_p.
     """
@@ -50,6 +62,7 @@ class GaussianPrior(ABC):
     def __init__(self, parameters: Tensors, trace_inverse: torch.Tensor, log_det: torch.Tensor):
         self.shapes = {name: tensor.shape for name, tensor in parameters.items()}
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
+        self.blocks = blocks_of(parameters)
         self.trace_inverse = trace_inverse
         self.log_det = log_det
 
@@ -159,7 +172,8 @@ class IsotropicPrior(GaussianPrior):
             mean = None if self.mean is None else block.of(self.mean)
             return squared_distance(block.of(w), mean, self.trace_inverse.dtype)
 
-        return total(on_all_cores(of_block, blocks_of(w)), w, torch.zeros_like(self.trace_inverse))
+        terms = on_all_cores(of_block, self.blocks, alone_below=SHORT_PASS)
+        return total(terms, w, torch.zeros_like(self.trace_inverse))
 
     def precision_product(self, w: Tensors) -> PrecisionProduct:
         """w - mu_p."""
@@ -213,14 +227,14 @@ class LowRankPrior(GaussianPrior, Shareable):
         self._wide = wide_dtype(next(iter(mean.values())).device)
         self._scale = (2 * self.rank - 2) ** -0.5
         self._last_coefficients: tuple[torch.Tensor, torch.Tensor] | None = None
-        blocks = blocks_of(mean, size=2**16)  # smaller ones, as they hold K times as much, in float64
+        small_blocks = blocks_of(mean, size=2**16)  # they hold K times as much, in float64
 
         def sums_and_root(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
             a, u = self._factors(block)
             sums = torch.stack([(1 / a).sum(), a.log().sum()])
             return sums, torch.linalg.qr((u / a.sqrt()).T, mode="r").R
 
-        sums_and_roots = on_all_cores(sums_and_root, blocks)
+        sums_and_roots = on_all_cores(sums_and_root, small_blocks)
         zeros = torch.zeros(self.rank, self.rank, dtype=self._wide, device=next(iter(mean.values())).device)
         root = torch.linalg.qr(torch.cat([zeros, *(root for _, root in sums_and_roots)]), mode="r").R
         _, s, self._vt = torch.linalg.svd(gathered(root, mean), full_matrices=False)
@@ -230,7 +244,7 @@ class LowRankPrior(GaussianPrior, Shareable):
             a, u = self._factors(block)
             return (self._vt @ u / a).square().sum(1)
 
-        squares = total(on_all_cores(rotated_squares, blocks), mean, torch.zeros_like(s))
+        squares = total(on_all_cores(rotated_squares, small_blocks), mean, torch.zeros_like(s))
         inverse_a, log_a = total([sums for sums, _ in sums_and_roots], mean, torch.zeros_like(s[:2]))
         super().__init__(
             mean,
@@ -256,7 +270,7 @@ class LowRankPrior(GaussianPrior, Shareable):
             sums = sum_of(distances, self._wide)[None], sum_of(projections, self._wide)
             return torch.cat(sums), checksum(block.of(w))
 
-        terms = on_all_cores(sums_and_checksum, blocks_of(w))
+        terms = on_all_cores(sums_and_checksum, self.blocks)
         sums = total([sums for sums, _ in terms], w, self._shrinkage.new_zeros(1 + self.rank))
         distance, b = sums[0], self._scale * sums[1:]
         c = self._vt.T @ (self._shrinkage * (self._vt @ b))
@@ -268,11 +282,9 @@ class LowRankPrior(GaussianPrior, Shareable):
         """A^-1 (d - U c), with d = w - mu and c = M^-1 U^T A^-1 d."""
         c = self._coefficients(w)
 
-        def product(block: Block) -> list[torch.Tensor]:
-            return [
-                r.div_(self._a(piece, r.dtype)).to(weight.dtype).view(weight.shape)
-                for piece, weight, r in zip(block.pieces, block.of(w), self._residuals(w, c, block), strict=True)
-            ]
+        def product(block: Block) -> Iterator[torch.Tensor]:
+            for piece, weight, r in zip(block.pieces, block.of(w), self._residuals(w, c, block), strict=True):
+                yield r.div_(self._a(piece, r.dtype)).to(weight.dtype).view(weight.shape)
 
         return product
 
@@ -337,7 +349,7 @@ class LowRankPrior(GaussianPrior, Shareable):
 
     def _coefficients(self, w: Tensors) -> torch.Tensor:
         """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""
-        checksums = on_all_cores(lambda block: checksum(block.of(w)), blocks_of(w))
+        checksums = on_all_cores(lambda block: checksum(block.of(w)), self.blocks)
         if self._last_coefficients is None or self._last_coefficients[0] != self._total_checksum(checksums, w):
             self.mahalanobis(w)
         return self._last_coefficients[1]
@@ -350,15 +362,13 @@ class LowRankPrior(GaussianPrior, Shareable):
             residuals = zip(block.pieces, self._residuals(w, c, block), strict=True)
             return sum_of([torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals], self._wide)
 
-        return total(on_all_cores(squares, blocks_of(w)), w, torch.zeros_like(self._shrinkage[0])) + torch.dot(c, c)
+        return total(on_all_cores(squares, self.blocks), w, torch.zeros_like(self._shrinkage[0])) + torch.dot(c, c)
 
-    def _residuals(self, w: Tensors, c: torch.Tensor, block: Block) -> list[torch.Tensor]:
-        """r = d - U c."""
-        residuals = []
+    def _residuals(self, w: Tensors, c: torch.Tensor, block: Block) -> Iterator[torch.Tensor]:
+        """r = d - U c, of each piece."""
         for piece, weight in zip(block.pieces, block.of(w), strict=True):
             d = self._difference(weight, piece)
-            residuals.append(d.addmv_(self._q(piece, d.dtype).T, c.to(d.dtype), alpha=-self._scale))
-        return residuals
+            yield d.addmv_(self._q(piece, d.dtype).T, c.to(d.dtype), alpha=-self._scale)
 
     def _factors(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """A as a vector and U^T as a K x D matrix, of one block, in float64."""

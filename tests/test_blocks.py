@@ -47,27 +47,32 @@ def test_squared_distance_keeps_its_digits_in_float32(minus):
     torch.testing.assert_close(ours, exact, rtol=1e-7, atol=0)
 
 
-def test_scratch_has_the_shapes_asked_for_and_no_overlap():
-    tensors = [torch.empty(3, 2), torch.empty(()), torch.empty(0, 4), torch.empty(5)]
-    parts = scratch_like(tensors)
-    for number, part in enumerate(parts):
-        part.fill_(number)
-    for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
-        assert torch.equal(part, torch.full_like(tensor, number))
+@pytest.mark.parametrize("shape", [(3, 2), (), (0, 4), (5,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scratch_has_the_shape_and_type_asked_for_and_always_the_same_memory(shape, dtype):
+    scratch = scratch_like(torch.empty(shape, dtype=dtype))
+    assert (scratch.shape, scratch.dtype) == (shape, dtype)
+    assert scratch_like(torch.empty(7)).data_ptr() == scratch_like(scratch.new_empty(1)).data_ptr()
 
 
 def test_scratch_is_larger_when_more_is_asked_for():
-    scratch_like([torch.empty(3)])
-    size = 2**20
-    (more,) = scratch_like([torch.empty(size)])
+    small, size = scratch_like(torch.empty(3)), 2**20
+    more = scratch_like(torch.empty(size))
     more.fill_(1)
     assert more.sum() == size
+    assert scratch_like(small).data_ptr() == more.data_ptr()  # the smaller memory is not kept
+
+
+def test_scratch_of_an_inference_serves_training():
+    with torch.inference_mode():
+        scratch_like(torch.empty(11, 13))
+    scratch_like(torch.empty(11, 13)).fill_(1)
 
 
 def test_each_thread_has_scratch_of_its_own():
-    (mine,) = scratch_like([torch.empty(10)])
+    mine = scratch_like(torch.empty(10))
     mine.fill_(1)
-    other = threading.Thread(target=lambda: scratch_like([torch.empty(10)])[0].fill_(2))
+    other = threading.Thread(target=lambda: scratch_like(torch.empty(10)).fill_(2))
     other.start()
     other.join()
     assert torch.equal(mine, torch.ones(10))
@@ -87,9 +92,23 @@ def test_each_thread_has_scratch_of_its_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # beside a tensor of the same type, and of another
 def test_differences_of_any_layout(one, dtype):
     beside = torch.arange(3, dtype=dtype)
-    differences = subtract([one, beside], [torch.ones_like(one), torch.ones_like(beside)])
+    differences = [d.clone() for d in subtract([one, beside], [torch.ones_like(one), torch.ones_like(beside)])]
     assert torch.equal(differences[0], one - 1)
     assert torch.equal(differences[1], torch.tensor([-1, 0, 1], dtype=dtype))
+
+
+@pytest.mark.parametrize(("alone_below", "num_threads"), [(0, 2), (100, 2), (101, 1)])
+def test_few_blocks_are_the_work_of_the_calling_thread(alone_below, num_threads):
+    all_at_work = threading.Barrier(num_threads)
+
+    def work(block: Block) -> int:
+        if block.pieces[0].rows.start in (0, 99):  # the first of each thread, where there are two
+            all_at_work.wait(timeout=60)
+        return threading.get_ident()
+
+    threads = on_all_cores(work, many_blocks(), alone_below)
+    assert len(set(threads)) == num_threads
+    assert threading.get_ident() in threads
 
 
 def test_results_keep_the_order_of_the_blocks():

@@ -18,6 +18,7 @@ from transformers import AutoModelForImageClassification, TimmWrapperConfig, Tra
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
+from hf_deelbo.modeling import parameters_by_name
 
 
 class StopAt(TrainerCallback):
@@ -148,6 +149,18 @@ class TestOneStepIsPlainAutograd:
     def test_all_batches_of_a_step_have_one_sample(self, make_trainer, drawn_keys):
         make_trainer(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=3, seed=5).train()
         assert drawn_keys == [(5, 0), (5, 1)]
+
+    def test_a_step_looks_its_parameters_up_once(self, make_trainer, monkeypatch):
+        calls = []
+
+        def count(model: nn.Module) -> dict[str, nn.Parameter]:
+            calls.append(model)
+            return parameters_by_name(model)
+
+        trainer = make_trainer(max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=3)
+        monkeypatch.setattr("hf_deelbo.posterior.parameters_by_name", count)
+        trainer.train()
+        assert len(calls) == 4 + 1  # the last one is for lambda and tau of what was learned
 
     def test_a_ragged_batch_weighs_by_its_size(self, make_trainer):
         """10 examples in batches of 4, 4 and 2, accumulated, are one batch of 10."""
