@@ -6,7 +6,7 @@
 
 The sweeps:
 
-    models     three usual models, with PTYL's prior too, and the peak memory of each method's process
+    models     three usual models, with PTYL's prior too, and the peak of memory in use by each method
     size       BERTs of 1 to 110 million parameters
     batch      EfficientNet-Lite0 with batches of several sizes
     pixels     ResNet-50 with images of several sizes, up to the paper's
@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from transformers.utils import logging
-from turns import METHODS, PTYL_RANK, measure_posterior, measure_steps
+from turns import METHODS, PTYL_RANK, measure_memory, measure_posterior, measure_steps
 from workloads import BY_PIXELS, BY_SIZE, USUAL, WORKLOADS, Workload
 
 PTYL_TARGET = 1.10  # over L2-SP
@@ -42,7 +42,8 @@ MEMORY_TARGET = 2  # D floats over L2-SP's mu
 def sweep_models(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time and memory of all methods, at the models' usual batch sizes, and the posterior's own work."""
     for workload in workloads_of(arguments, USUAL):
-        yield measure_steps(workload, **turns_of(arguments), methods=METHODS) | own_work_of(workload, arguments)
+        record = measure_steps(workload, **turns_of(arguments), methods=METHODS) | own_work_of(workload, arguments)
+        yield record | {"peak_bytes": measure_memory(workload, arguments.steps)}
 
 
 def sweep_size(arguments: argparse.Namespace) -> Iterator[dict]:

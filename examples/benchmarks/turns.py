@@ -8,10 +8,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from hf_deelbo.modeling import backbone_of, gradients_of, head_parameter_names, 
 
 METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
 PTYL_RANK = 5
+# glibc then gives back at once what is freed, but for the smallest tensors: its heap has no holes
+WITHOUT_HOLES = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class StepTimer(TrainerCallback):
@@ -167,7 +170,16 @@ class PlayerProcess:
     ask the system for memory: that made a step of ResNet-50 up to 70 ms slower or faster.
     """
 
-    def __init__(self, method: str, workload: Workload, batch_size: int, steps: int, turns: int, world_size: int):
+    def __init__(
+        self,
+        method: str,
+        workload: Workload,
+        batch_size: int,
+        steps: int,
+        turns: int,
+        world_size: int = 1,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
         command = [sys.executable, *(launcher if world_size > 1 else []), __file__, method, workload.name]
         command += map(str, (batch_size, steps, turns))
@@ -178,7 +190,7 @@ class PlayerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)} | environment,
         )
 
     def turn(self) -> dict:
@@ -240,8 +252,7 @@ def measure_steps(
 
     Returns:
         A record of JSON types. `seconds` and `cpu_seconds`, of all threads, have the median of each round, by method;
-        a ratio is the median of the rounds' ratios, as the parts of a round ran one after the other. `peak_bytes` is
-        the median of the processes, each at its last turn.
+        a ratio is the median of the rounds' ratios, as the parts of a round ran one after the other.
     """
     batch_size = batch_size or workload.batch_size
     turns = []
@@ -276,11 +287,21 @@ def measure_steps(
             }
             for method in methods[1:]
         },
-        "peak_bytes": {
-            method: statistics.median(turn[method]["peak_bytes"] for turn in turns[rounds - 1 :: rounds])
-            for method in methods
-        },
     }
+
+
+def measure_memory(workload: Workload, steps: int, methods: Sequence[str] = METHODS) -> dict[str, int]:
+    """The most resident bytes of a process of each method.
+
+    They are those of memory in use. With the holes in its heap, the peak of a process differs from that of the same
+    one started again by tens of megabytes, which is more than all that a method adds to a small model.
+    """
+    peaks = {}
+    for method in methods:
+        setting = method, workload, workload.batch_size, steps, 1
+        with closing(PlayerProcess(*setting, environment=WITHOUT_HOLES)) as player:
+            peaks[method] = player.turn()["peak_bytes"]
+    return peaks
 
 
 class OneTensor(nn.Module):
