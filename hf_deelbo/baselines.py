@@ -26,7 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers, compute_statistics, with_statistics
-from .blocks import SHORT_PASS, Block, Tensors, add_scaled_, on_all_cores
+from .blocks import Block, Tensors, add_scaled_, on_all_cores
 from .config import PRIORS, FineTuningConfig, positive_number
 from .files import as_json
 from .fine_tuning import FineTuningTrainer
@@ -265,7 +265,7 @@ def _add_pull_(
         add_scaled_(g, precision_product(block), strength)
         return torch._foreach_norm(g)
 
-    return list(itertools.chain.from_iterable(on_all_cores(add, prior.blocks, alone_below=SHORT_PASS)))
+    return list(itertools.chain.from_iterable(on_all_cores(add, prior.blocks)))
 
 
 # ---- What is searched -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .sharding import Tensors, held_rows, local
 
 # 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a cache.
 BLOCK_SIZE = 2**18
-# A pass over fewer blocks that does little with each number takes some milliseconds. For about as long torch's own
+# A pass over fewer blocks that does little with each number is over in some milliseconds. For as long torch's own
 # threads keep their cores after an operation, waiting for the next one, and a helper would come too late.
 SHORT_PASS = 16
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Pieces of named tensors that are worked on together, by one call of a `torch._foreach_*` function for all.
+    """Pieces of named tensors that one thread works on, on a GPU by one call of a `torch._foreach_*` function for all.
 
     Example:
         >>> block = Block((Piece("weight", slice(2, 4)), Piece("bias", None)))
@@ -200,13 +200,13 @@ def write_scaled_sum(
 def on_all_cores(function: Callable[[Block], Result], blocks: list[Block], alone_below: int = 0) -> list[Result]:
     """`[function(block) for block in blocks]` without gradients, by as many threads as torch uses.
 
+    Each block is one thread's work alone, and the results keep the order of the blocks, so that sums do not depend on
+    the number of threads. None is still at work when this returns or raises.
+
     Args:
         function: what is done with a block.
         blocks: all of them.
         alone_below: with fewer blocks the calling thread does it all; `SHORT_PASS` where little is done with each.
-
-    Each block is one thread's work alone, and the results keep the order of the blocks, so that sums do not depend on
-    the number of threads. None is still at work when this returns or raises.
 
     Example:
         >>> weights = {"weight": torch.ones(6)}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
-from .blocks import SHORT_PASS, Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
+from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
@@ -267,7 +267,7 @@ class GaussianPosterior(Shareable):
             add_scaled_(g, precision_product(block), pull)
             return product
 
-        products = on_all_cores(complete, prior.blocks, alone_below=SHORT_PASS)
+        products = on_all_cores(complete, prior.blocks)
         return total([product.to(pull.dtype) for product in products], means, torch.zeros_like(pull))
 
     # ---- Using it --------------------------------------------------------------------------------------------------

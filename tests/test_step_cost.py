@@ -133,6 +133,12 @@ def test_memory_is_that_in_use_in_a_process_of_its_own():
     assert 2 <= d_floats < 3  # mu and the sample, and what a step needs for a moment
 
 
+def test_the_ratio_by_parts():
+    phases = {"deelbo": {"draw": 0.02, "lambda": 0.01}, "ptyl": {"draw": 9.0}}
+    record = {"phases": phases, "seconds": {"plain": [0.1, 0.3, 0.9], "deelbo": [9.0]}}
+    assert step_cost.ratio_by_parts(record) == pytest.approx(1.1)
+
+
 def test_size(tiny, monkeypatch):
     monkeypatch.setattr(step_cost, "BY_SIZE", tiny.values())
     records = list(step_cost.sweep_size(arguments()))
