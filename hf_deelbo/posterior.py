@@ -95,8 +95,8 @@ class GaussianPosterior(Shareable):
         self._is_sharded = is_sharded(model)
         parameters = self.parameters()
         self._names = parameters.keys()
-        self._blocks = blocks_of(parameters)
         _check_parameters(parameters, self._head_names)
+        self._blocks = blocks_of(parameters)
         self.prior = prior or IsotropicPrior.l2_sp(self.backbone)
         self.prior.check_matches(self.backbone)
         if self._is_sharded:
