@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -178,7 +177,7 @@ class PlayerProcess:
         steps: int,
         turns: int,
         world_size: int = 1,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] | None = None,
     ):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
         command = [sys.executable, *(launcher if world_size > 1 else []), __file__, method, workload.name]
@@ -190,7 +189,7 @@ class PlayerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)} | environment,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)} | (environment or {}),
         )
 
     def turn(self) -> dict:
