@@ -1,11 +1,13 @@
 """Walk over millions of named numbers in pieces: on all cores, in cache, in a fixed order."""
 
+import ctypes
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -219,8 +221,8 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block], alone
     todo = deque(sorted(enumerate(blocks), key=lambda item: -len(item[1].pieces)))
 
     @torch.no_grad()  # the mode is per thread
+    @on_one_core()
     def work(take: Callable[[], tuple[int, Block]]) -> None:
-        torch.set_num_threads(1)  # of this thread's own operations
         while True:
             try:
                 index, block = take()
@@ -228,18 +230,55 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block], alone
                 return
             results[index] = function(block)
 
-    num_threads = torch.get_num_threads()
-    num_helpers = min(num_threads, len(blocks)) - 1 if len(blocks) >= alone_below else 0
-    helpers = [_pool(os.getpid()).submit(work, todo.pop) for _ in range(num_helpers)]
-    try:
-        work(todo.popleft)
-    finally:
-        todo.clear()
-        wait(helpers)
-        torch.set_num_threads(num_threads)
+    num_helpers = min(torch.get_num_threads(), len(blocks)) - 1 if len(blocks) >= alone_below else 0
+    with on_one_core():  # until the helpers have stopped: of torch's own setter, the last call decides
+        helpers = [_pool(os.getpid()).submit(work, todo.pop) for _ in range(num_helpers)]
+        try:
+            work(todo.popleft)
+        finally:
+            todo.clear()
+            wait(helpers)
     for helper in helpers:
         helper.result()
     return results
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Within it each of torch's operations is the work of the calling thread alone; other threads are as before.
+
+    Example:
+        >>> with on_one_core():
+        ...     torch.get_num_threads()
+        1
+    """
+    num_threads = torch.get_num_threads()  # asked first: with a thread's first question torch sets its number
+    set_num_threads = _setter_of_num_threads()
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(num_threads)
+
+
+@cache
+def _setter_of_num_threads() -> Callable[[int], None]:
+    """`torch.set_num_threads` for the calling thread alone, where torch computes by OpenMP, else that function itself.
+
+    Torch's own also sets the number of threads that start later, and each call of it slows the next passes through a
+    network: those of one step, with four calls or more before them, by some milliseconds.
+    """
+    library = ctypes.PyDLL(torch._C.__file__)  # names are also looked up in the libraries that this one needs
+    names = ["omp_set_num_threads", *(["MKL_Set_Num_Threads_Local"] if torch.backends.mkl.is_available() else [])]
+    if not all(hasattr(library, name) for name in names):
+        return torch.set_num_threads
+    setters = [library[name] for name in names]
+
+    def set_num_threads(num_threads: int) -> None:
+        for setter in setters:
+            setter(num_threads)
+
+    return set_num_threads
 
 
 @cache

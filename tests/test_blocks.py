@@ -4,6 +4,7 @@ import time
 import pytest
 import torch
 
+from hf_deelbo import blocks
 from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores, scratch_like, squared_distance, subtract
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -135,9 +136,54 @@ def test_no_gradient_is_recorded_in_any_thread():
     assert not any(modes)
 
 
+@pytest.fixture(params=["this thread's", "torch's"])
+def setter_of_num_threads(request, monkeypatch):
+    """What is used where torch computes by OpenMP, and what is used elsewhere."""
+    if request.param == "torch's":
+        monkeypatch.setattr(blocks, "_setter_of_num_threads", lambda: torch.set_num_threads)
+
+
+def in_a_new_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.usefixtures("setter_of_num_threads")
 def test_a_block_is_the_work_of_one_thread_and_the_number_of_threads_comes_back():
     assert on_all_cores(lambda block: torch.get_num_threads(), many_blocks()) == [1] * 100
     assert torch.get_num_threads() == 2
     with pytest.raises(ZeroDivisionError):
         on_all_cores(lambda block: 1 / 0, many_blocks())
     assert torch.get_num_threads() == 2
+
+
+def test_the_number_for_threads_to_come_is_back_however_late_a_new_helper_stops(monkeypatch):
+    monkeypatch.setattr(blocks, "_setter_of_num_threads", lambda: torch.set_num_threads)
+    blocks._pool.cache_clear()
+    torch.set_num_threads(3)
+
+    def work(block: Block) -> None:
+        time.sleep(0 if threading.current_thread() is threading.main_thread() else 0.05)
+
+    on_all_cores(work, many_blocks()[:3])
+    assert in_a_new_thread(torch.get_num_threads) == 3
+
+
+@pytest.mark.usefixtures("setter_of_num_threads")
+@pytest.mark.parametrize("product", [torch.dot, lambda a, b: (a * b).sum()], ids=["by BLAS", "by torch"])
+def test_sums_do_not_depend_on_the_number_of_threads(product):
+    a, b = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
+    sums = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        sums += on_all_cores(lambda block: product(a, b), many_blocks())
+    assert len(set(map(torch.Tensor.item, sums))) == 1
+
+
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch computes without OpenMP here")
+def test_threads_that_start_meanwhile_keep_their_number():
+    numbers = on_all_cores(lambda block: in_a_new_thread(torch.get_num_threads), many_blocks()[:4])
+    assert numbers == [2] * 4
