@@ -21,6 +21,7 @@ from huggingface_hub.utils import _http
 from loopback_hub import LoopbackHub
 from PIL import Image
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -188,6 +189,30 @@ def drawn_keys(monkeypatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr("hf_deelbo.posterior.write_noisy_block", write)
     return keys
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch) -> None:
+    """Tensors deny that they are on the CPU, so what is done there is what would be done on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+
+
+@pytest.fixture(params=["on the CPU", "as on a GPU"])
+def each_kind_of_device(request) -> None:
+    if request.param == "as on a GPU":
+        request.getfixturevalue("as_on_a_gpu")
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts how often a number of a tensor is read, for which the host would wait if it were on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -5,7 +5,17 @@ import pytest
 import torch
 
 from hf_deelbo import blocks
-from hf_deelbo.blocks import Block, Piece, blocks_of, on_all_cores, scratch_like, squared_distance, subtract
+from hf_deelbo.blocks import (
+    Block,
+    Piece,
+    add_scaled_,
+    blocks_of,
+    on_all_cores,
+    scratch_like,
+    squared_distance,
+    subtract,
+    write_scaled_sum,
+)
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -39,6 +49,12 @@ def test_a_block_is_a_view_in_channels_last_too():
     assert weight[1].sum() == 12
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_gpu_is_given_all_at_once():
+    assert len(blocks_of({"a": torch.zeros(3, 2**20), "b": torch.zeros(5)})) == 1
+
+
+@pytest.mark.usefixtures("each_kind_of_device")
 @pytest.mark.parametrize("minus", [False, True])
 def test_squared_distance_keeps_its_digits_in_float32(minus):
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +96,7 @@ def test_each_thread_has_scratch_of_its_own():
     assert torch.equal(mine, torch.ones(10))
 
 
-@pytest.mark.parametrize(
+any_layout = pytest.mark.parametrize(
     "one",
     [
         torch.arange(48.0).view(2, 3, 2, 4),
@@ -91,12 +107,32 @@ def test_each_thread_has_scratch_of_its_own():
     ],
     ids=["contiguous", "channels last", "transposed", "strided", "number"],
 )
+
+
+@pytest.mark.usefixtures("each_kind_of_device")
+@any_layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # beside a tensor of the same type, and of another
 def test_differences_of_any_layout(one, dtype):
     beside = torch.arange(3, dtype=dtype)
     differences = [d.clone() for d in subtract([one, beside], [torch.ones_like(one), torch.ones_like(beside)])]
     assert torch.equal(differences[0], one - 1)
     assert torch.equal(differences[1], torch.tensor([-1, 0, 1], dtype=dtype))
+
+
+@pytest.mark.usefixtures("each_kind_of_device")
+@any_layout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scaled_sums_of_any_layout(one, dtype):
+    tensors = [one, torch.arange(3, dtype=dtype)]
+    others = [torch.full_like(tensor, 3) for tensor in tensors]
+    sums, half = [torch.empty_like(tensor) for tensor in tensors], torch.tensor(0.5, dtype=torch.float64)
+    write_scaled_sum(sums, tensors, [other.clone() for other in others], half)
+    for result, tensor in zip(sums, tensors, strict=True):
+        assert torch.equal(result, tensor + 1.5)
+    add_scaled_(sums, others, half)
+    for result, tensor in zip(sums, tensors, strict=True):
+        assert (result.dtype, result.stride()) == (tensor.dtype, torch.empty_like(tensor).stride())
+        assert torch.equal(result, tensor + 3)
 
 
 @pytest.mark.parametrize(("alone_below", "num_threads"), [(0, 2), (100, 2), (101, 1)])

@@ -20,6 +20,7 @@ def test_it_is_standard_normal():
     assert stats.kstest(noise, "norm").pvalue > 1e-3
 
 
+@pytest.mark.usefixtures("each_kind_of_device")
 def test_sigma_scales_it():
     unit, scaled = torch.zeros(100), torch.ones(100)
     add_noise_({"w": unit}, torch.tensor(1.0), key=(3,))
@@ -40,7 +41,7 @@ def test_names_and_blocks_have_noise_of_their_own():
     assert (correlations - torch.eye(3)).abs().max() < 0.02
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("two_threads", "each_kind_of_device")
 def test_it_does_not_depend_on_threads_order_layout_or_what_was_drawn_before():
     shapes = {"a": (700, 900), "b": (64, 3, 7, 7), "c": ()}
     expected = draw(shapes, key=(5, 6))

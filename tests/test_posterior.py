@@ -2,13 +2,13 @@ import copy
 
 import pytest
 import torch
-from conftest import add_noise_, make_dataset, make_model
+from conftest import HostWaits, add_noise_, low_rank_prior, make_dataset, make_model
 from torch import nn
 from torch.func import functional_call
 
 from hf_deelbo import GaussianPosterior, IsotropicPrior, blocks
 from hf_deelbo import posterior as posterior_module
-from hf_deelbo.modeling import head_parameter_names
+from hf_deelbo.modeling import backbone_of, head_parameter_names
 
 
 def make_posterior(kind: str = "vit", **kwargs) -> GaussianPosterior:
@@ -220,6 +220,7 @@ class TestAtSigma:
 
 
 class TestGradients:
+    @pytest.mark.usefixtures("each_kind_of_device")
     @pytest.mark.parametrize("prior", ["l2-zero", "l2-sp"])
     def test_they_are_those_of_autograd_through_lambda_and_tau(self, prior):
         """The reference samples by `functional_call` in float64 and differentiates through lambda* and tau*."""
@@ -325,6 +326,23 @@ class TestGradients:
             gradients[before] = [posterior.rho.grad, *(p.grad for p in posterior.model.parameters())]
         for one, other in zip(*gradients.values(), strict=True):
             assert torch.equal(one, other)
+
+
+# PTYL's prior looks whether its distance cancelled, and whether its weights are those of the distance
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("prior", "num_waits"), [("l2-zero", 0), ("l2-sp", 0), ("ptyl", 2)])
+def test_the_host_does_not_wait_for_a_gpu(prior, num_waits):
+    model = make_model("resnet")
+    of_backbone = IsotropicPrior.l2_sp if prior == "l2-sp" else IsotropicPrior.l2_zero
+    backbone = backbone_of(model, head_parameter_names(model))
+    posterior = make_posterior("resnet", prior=low_rank_prior(model) if prior == "ptyl" else of_backbone(backbone))
+    for parameter in posterior.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    with HostWaits() as waits:
+        posterior.update_prior_variances()
+        with posterior.sampled(0):
+            posterior.complete_gradients()
+    assert waits.count == num_waits
 
 
 class TestPredictions:

@@ -43,7 +43,7 @@ def make_case(kind: str):
 
 
 @pytest.fixture(params=["l2-zero", "l2-sp", "low-rank"])
-def case(request):
+def case(request, each_kind_of_device):
     return make_case(request.param)
 
 
@@ -189,6 +189,7 @@ class TestLowRankAccuracy:
         ],
     )
     @pytest.mark.parametrize("where", ["anywhere", "in the span of Q"])
+    @pytest.mark.usefixtures("each_kind_of_device")
     def test_ill_conditioned_cases_as_in_80_digits(self, scale, spread, eps, tolerance, where):
         size, rank = 24, 4
         generator = torch.Generator().manual_seed(0)

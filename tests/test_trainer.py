@@ -10,11 +10,17 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import NUM_LABELS, Recorder, add_noise_, collate, make_dataset, make_model
+from conftest import NUM_LABELS, HostWaits, Recorder, add_noise_, collate, make_dataset, make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
-from transformers import AutoModelForImageClassification, TimmWrapperConfig, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForImageClassification,
+    TimmWrapperConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
@@ -132,6 +138,7 @@ class TestOneStepIsPlainAutograd:
         for name, parameter in trainer.model.named_parameters():
             torch.testing.assert_close(parameter.double(), reference.w_bar[name].detach(), rtol=0, atol=1e-6, msg=name)
 
+    @pytest.mark.usefixtures("each_kind_of_device")
     def test_several_steps_with_momentum_and_schedule(self, make_trainer):
         recorder = Recorder()
         trainer = make_trainer("vit", max_steps=5, max_grad_norm=0.5, trainer={"data_collator": recorder})
@@ -161,6 +168,22 @@ class TestOneStepIsPlainAutograd:
         monkeypatch.setattr("hf_deelbo.posterior.parameters_by_name", count)
         trainer.train()
         assert len(calls) == 4 + 1  # the last one is for lambda and tau of what was learned
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_the_host_waits_for_a_gpu_as_often_as_for_the_plain_trainer_and_once_more_for_the_loss(self, make_trainer):
+        trainer = make_trainer(logging_strategy="no")
+        plain = Trainer(make_model("vit"), trainer.args, train_dataset=make_dataset("vit"))
+
+        def waits_of_steps_5_to_9(trainer: Trainer) -> int:  # 3 are an epoch, and in the first one labels are checked
+            counts = []
+            for num_steps in (4, 9):
+                trainer.args.max_steps = num_steps
+                with HostWaits() as waits:
+                    trainer.train()
+                counts.append(waits.count)
+            return counts[1] - counts[0]
+
+        assert waits_of_steps_5_to_9(trainer) == waits_of_steps_5_to_9(plain) + 5
 
     def test_a_ragged_batch_weighs_by_its_size(self, make_trainer):
         """10 examples in batches of 4, 4 and 2, accumulated, are one batch of 10."""
