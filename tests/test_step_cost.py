@@ -179,7 +179,10 @@ def test_the_own_work_of_one_tensor_is_over_as_many_numbers(tiny, monkeypatch):
     assert drawn == {num_trainable(tiny["bert"]): 3}  # and the warm-up
 
 
-def test_batch(tiny, monkeypatch):
+@pytest.mark.parametrize("is_last", [False, True])
+def test_batch(tiny, monkeypatch, is_last):
+    resnet = workloads.channels_last(tiny["resnet"]) if is_last else tiny["resnet"]
+    monkeypatch.setitem(tiny, "resnet", resnet)
     seen = []
     forward = ResNetForImageClassification.forward
 
@@ -191,7 +194,7 @@ def test_batch(tiny, monkeypatch):
     monkeypatch.setattr(ResNetForImageClassification, "forward", spy)
     records = list(step_cost.sweep_batch(arguments(models=["resnet"])))
     assert [record["batch_size"] for record in records] == [2, 4]
-    assert seen == [(2, True)] * 4 + [(4, True)] * 4  # two methods, one round and the warm-up
+    assert seen == [(2, is_last)] * 4 + [(4, is_last)] * 4  # two methods, one round and the warm-up
     for record in records:
         assert_consistent(record)
 

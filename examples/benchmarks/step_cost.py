@@ -6,7 +6,8 @@
 
 The sweeps:
 
-    models     three usual models, with PTYL's prior too, and the peak of memory in use by each method
+    models     three usual models, and the two of images also with their channels last, as this project's collator
+               gives them; with PTYL's prior too, and the peak of memory in use by each method
     size       BERTs of 1 to 110 million parameters
     batch      EfficientNet-Lite0 with batches of several sizes
     pixels     ResNet-50 with images of several sizes, up to the paper's
@@ -30,7 +31,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 from turns import METHODS, PTYL_RANK, measure_memory, measure_posterior, measure_steps
-from workloads import BY_PIXELS, BY_SIZE, USUAL, WORKLOADS, Workload
+from workloads import BY_PIXELS, BY_SIZE, CHANNELS_LAST, USUAL, WORKLOADS, Workload
 
 PTYL_TARGET = 1.10  # over L2-SP
 POSTERIOR_TARGET = 3  # over one draw and one SGD update
@@ -41,7 +42,7 @@ MEMORY_TARGET = 2  # D floats over L2-SP's mu
 
 def sweep_models(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time and memory of all methods, at the models' usual batch sizes, and the posterior's own work."""
-    for workload in workloads_of(arguments, USUAL):
+    for workload in workloads_of(arguments, (*USUAL, *CHANNELS_LAST)):
         record = measure_steps(workload, **turns_of(arguments), methods=METHODS) | own_work_of(workload, arguments)
         yield record | {"peak_bytes": measure_memory(workload, arguments.steps)}
 
@@ -54,7 +55,7 @@ def sweep_size(arguments: argparse.Namespace) -> Iterator[dict]:
 
 def sweep_batch(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against the batch size: what is added stays the same, so the ratio falls."""
-    for workload in workloads_of(arguments, USUAL[:1]):
+    for workload in workloads_of(arguments, CHANNELS_LAST[:1]):
         for batch_size in arguments.batch_sizes:
             yield measure_steps(workload, **turns_of(arguments), batch_size=batch_size)
 
@@ -67,7 +68,7 @@ def sweep_pixels(arguments: argparse.Namespace) -> Iterator[dict]:
 
 def sweep_processes(arguments: argparse.Namespace) -> Iterator[dict]:
     """Time against the number of processes, which share the batch and the threads."""
-    for workload in workloads_of(arguments, (USUAL[0], USUAL[2])):
+    for workload in workloads_of(arguments, (CHANNELS_LAST[0], USUAL[2])):
         for world_size in arguments.world_sizes:
             yield measure_steps(workload, **turns_of(arguments), world_size=world_size)
 

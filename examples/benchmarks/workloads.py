@@ -1,7 +1,7 @@
 """Models with random weights, and batches of random inputs, whose training steps are measured."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import (
@@ -48,15 +48,22 @@ class Workload:
 def images(
     name: str, make_model: Callable[[], PreTrainedModel], batch_size: int, target: float | None = None, size: int = 64
 ) -> Workload:
-    """A workload of square images, which the collator gives with their channels last, as users' are."""
+    """A workload of square images, as `Trainer`'s own collator gives them: with their channels first."""
     return Workload(
         name,
         make_model,
         lambda n: {"pixel_values": torch.randn(n, 3, size, size)},
         batch_size,
-        collate_images,
-        target,
+        target=target,
     )
+
+
+def channels_last(workload: Workload) -> Workload:
+    """The same images as this project's collator gives them, with which convolutions are faster on a CPU.
+
+    What the DE ELBo adds stays the same, so its ratio is higher; the targets are those of the usual order.
+    """
+    return replace(workload, name=f"{workload.name}-channels-last", collate=collate_images, target=None)
 
 
 def bert(
@@ -102,6 +109,7 @@ USUAL = (
     images("resnet50", resnet50, batch_size=32, target=1.15),
     bert("minilm", layers=6, hidden=384, batch_size=32, tokens=64, target=1.15),
 )
+CHANNELS_LAST = tuple(channels_last(workload) for workload in USUAL[:2])
 # few and short texts: a step's time is then what grows with D
 BY_SIZE = (
     bert("bert-1m", layers=2, hidden=128, batch_size=8, tokens=32, vocabulary=4096),
@@ -110,5 +118,7 @@ BY_SIZE = (
     bert("bert-60m", layers=8, hidden=640, batch_size=8, tokens=32),
     bert("bert-110m", layers=12, hidden=768, batch_size=8, tokens=32),
 )
-BY_PIXELS = tuple(images(f"resnet50-{size}px", resnet50, batch_size=32, size=size) for size in (64, 128, 224))
-WORKLOADS = {workload.name: workload for workload in (*USUAL, *BY_SIZE, *BY_PIXELS)}
+BY_PIXELS = tuple(
+    channels_last(images(f"resnet50-{size}px", resnet50, batch_size=32, size=size)) for size in (64, 128, 224)
+)
+WORKLOADS = {workload.name: workload for workload in (*USUAL, *CHANNELS_LAST, *BY_SIZE, *BY_PIXELS)}
