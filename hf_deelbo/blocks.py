@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
@@ -35,6 +35,8 @@ class Piece(NamedTuple):
 class Block(NamedTuple):
     """Pieces of named tensors that one thread works on, on a GPU by one call of a `torch._foreach_*` function for all.
 
+    They are all of one group, the one with the number `group`.
+
     Example:
         >>> block = Block((Piece("weight", slice(2, 4)), Piece("bias", None)))
         >>> block.of({"weight": torch.arange(6.0), "bias": torch.zeros(1)})
@@ -42,6 +44,7 @@ class Block(NamedTuple):
     """
 
     pieces: tuple[Piece, ...]
+    group: int = 0
 
     def of(self, tensors: Tensors) -> list[torch.Tensor]:
         """Views of the pieces in `tensors`, whatever their memory layout."""
@@ -126,11 +129,16 @@ def scratch_like(tensor: torch.Tensor, memory_format: torch.memory_format = torc
     return torch.empty_like(tensor, memory_format=memory_format)
 
 
-def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
+def blocks_of(tensors: Tensors, size: int | None = None, groups: Sequence[Iterable[str]] | None = None) -> list[Block]:
     """Cut large tensors along their first dimension and gather small ones, into blocks of about `size` numbers.
 
-    The default size is for the CPU's caches; on a GPU, which is best given all at once, everything is one block. A
+    The default size is for the CPU's caches; on a GPU, which is best given all at once, each group is one block. A
     sharded tensor is cut where the whole one would be.
+
+    Args:
+        tensors: by name.
+        size: how many numbers.
+        groups: names of tensors that may share a block; default is all.
 
     Example:
         >>> for block in blocks_of({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, size=4):
@@ -141,7 +149,16 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
     if size is None:
         on_cpu = all(tensor.is_cpu for tensor in tensors.values())
         size = BLOCK_SIZE if on_cpu else sys.maxsize
-    blocks, pieces, filled = [], [], 0
+    groups = [tensors] if groups is None else groups
+    return [
+        Block(pieces, index)
+        for index, names in enumerate(groups)
+        for pieces in _pieces_of_blocks({name: tensors[name] for name in names}, size)
+    ]
+
+
+def _pieces_of_blocks(tensors: Tensors, size: int) -> Iterator[tuple[Piece, ...]]:
+    pieces, filled = [], 0
     for name, tensor in tensors.items():
         row_size, step = tensor.shape[1:].numel(), rows_of_a_piece(tensor.shape, size)
         first, num_rows = held_rows(tensor)
@@ -150,9 +167,10 @@ def blocks_of(tensors: Tensors, size: int | None = None) -> list[Block]:
             pieces.append(Piece(name, None if stop - start == num_rows else slice(start, stop)))
             filled += (stop - start) * row_size
             if filled + row_size > size:
-                blocks.append(Block(tuple(pieces)))
+                yield tuple(pieces)
                 pieces, filled = [], 0
-    return [*blocks, Block(tuple(pieces))] if pieces else blocks
+    if pieces:
+        yield tuple(pieces)
 
 
 def rows_of_a_piece(shape: torch.Size, size: int = BLOCK_SIZE) -> int:

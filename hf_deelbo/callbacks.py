@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+# whether training stood still is judged by the mean NLL of so many steps, the first and the last ones
+STEPS_TO_COMPARE = 10
 SWAG_FILE = "swag.safetensors"
 # the others end at a learning rate near zero, where the weights no longer move
 SWAG_SCHEDULES = ("constant", "constant_with_warmup", "cosine_with_restarts")
 
 
 class PriorVarianceCallback(TrainerCallback):
-    """Sets lambda and tau to their optimum before each optimiser step, and once more when training ends.
+    """Sets sigma, lambda and tau to their optimum before each optimiser step, and lambda, tau when training ends.
 
-    `DEELBoTrainer` adds it by itself.
+    Says so if at the end the prior holds the weights where they were. `DEELBoTrainer` adds it by itself.
 
     Args:
         trainer: whose posterior to update.
@@ -40,18 +42,58 @@ class PriorVarianceCallback(TrainerCallback):
 
     def __init__(self, trainer: "DEELBoTrainer"):
         self.trainer = trainer
+        self._nlls: list[torch.Tensor] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A new training."""
+        self._nlls.clear()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """lambda*, tau* at the w_bar and sigma that the step starts from."""
-        self.trainer.posterior.update_prior_variances()
+        """sigma*, lambda* and tau* at the w_bar that the step starts from."""
+        self.trainer.posterior.update_variances()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep the NLL of the first and the last steps."""
+        self._nlls.append(self.trainer.last_nll)
+        if len(self._nlls) > 2 * STEPS_TO_COMPARE:
+            del self._nlls[STEPS_TO_COMPARE]
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """lambda*, tau* at what was learned."""
         self.trainer.posterior.update_prior_variances()
+        self._warn_if_the_prior_holds(args)
+
+    def _warn_if_the_prior_holds(self, args: TrainingArguments) -> None:
+        if len(self._nlls) < 2 * STEPS_TO_COMPARE or not self.trainer.is_world_process_zero():
+            return
+        posterior = self.trainer.posterior
+        first, last = (float(torch.stack(nlls).mean()) for nlls in _halves(self._nlls))
+        sigma, lambda_ = float(posterior.sigma), float(posterior.lambda_)
+        if last < 0.97 * first or lambda_ > 1.1 * sigma**2:
+            return
+        if args.sigma_update == "optimizer":
+            advice = 'set sigma_update="closed-form", or start sigma higher (init_sigma=1e-2) and use SGD at 0.1'
+        elif args.kappa != "auto":
+            advice = 'leave kappa at "auto", which is D/N'
+        else:
+            advice = f"train longer, or with a larger learning_rate than {args.learning_rate}"
+        logger.warning(
+            f"The prior holds the weights: the NLL of training stood still ({first:.4g}, at the end {last:.4g}), and "
+            f"lambda={lambda_:.3g} is no more than sigma^2, with kappa={posterior.kappa:.4g} and sigma={sigma:.3g}. "
+            f"To let them learn, {advice}."
+        )
+
+
+def _halves(items: list) -> tuple[list, list]:
+    return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 class SWAGCallback(TrainerCallback):

@@ -2,18 +2,33 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import TrainingArguments
+from transformers.utils import logging
+
+from .groups import GROUPINGS
+
+logger = logging.get_logger(__name__)
 
 PRIORS = ("l2-zero", "l2-sp", "ptyl", "posterior")
 SAVED_PRIORS = ("ptyl", "posterior")
+SIGMA_UPDATES = ("closed-form", "optimizer")
 # what to do instead of letting accelerate or DeepSpeed shard the model when training starts
 SHARD_AT_LOADING = (
     "Run several processes with DDP or, where the weights do not fit on one device, let transformers shard the model "
     "when it loads it (FSDP2): `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...))`."
 )
-_SGD_ARGS = "momentum=0.9,nesterov=True"
+# the paper's protocol, as far as it is about arguments of `TrainingArguments`
+PAPER = {
+    "optim": "sgd",
+    "optim_args": "momentum=0.9,nesterov=True",
+    "lr_scheduler_type": "cosine",
+    "learning_rate": 0.01,
+    "per_device_train_batch_size": 128,
+    "per_device_eval_batch_size": 128,
+    "dataloader_drop_last": True,
+}
 # they step inside the backward pass, before the gradients are those of the whole objective
 _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
 
@@ -32,7 +47,7 @@ def check_count(argument: str, value: int | None, lowest: int = 1) -> None:
 
 @dataclass
 class FineTuningConfig(TrainingArguments):
-    """The paper's training protocol, which `DEELBoConfig` and the baselines' `MAPConfig` share.
+    """What `DEELBoConfig` and the baselines' `MAPConfig` share. Inherited arguments keep `Trainer`'s defaults.
 
     The prior
 
@@ -47,10 +62,7 @@ class FineTuningConfig(TrainingArguments):
         num_train_examples: N, for a training set that does not tell its length.
         num_batch_norm_examples: at most so many inputs, class-balanced, are taken to recompute batch-norm statistics.
 
-    Inherited arguments with another default, after the paper: `optim="sgd"` with Nesterov momentum 0.9 and a clip of
-    the gradient norm at 1.0, `lr_scheduler_type="cosine"`, `learning_rate=0.01`, `per_device_train_batch_size=128` (or
-    N, if that is less), `per_device_eval_batch_size=128`, `dataloader_drop_last=True` (of training batches; evaluation
-    keeps all). `weight_decay` stays 0: the prior is the decay.
+    `weight_decay` is ignored, with a warning: the prior is the decay.
     """
 
     prior: str = field(default="l2-sp", metadata={"help": f"Prior of the backbone: {', '.join(PRIORS)}."})
@@ -68,27 +80,28 @@ class FineTuningConfig(TrainingArguments):
         default=2048, metadata={"help": "At most so many training inputs are taken for batch-norm statistics."}
     )
 
-    optim: str = field(default="sgd", metadata={"help": "The optimizer to use."})
-    optim_args: str | None = field(
-        default=None, metadata={"help": f"Arguments of the optimizer; for sgd `{_SGD_ARGS}` if not given."}
-    )
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "The learning rate schedule."})
-    learning_rate: float = field(default=0.01, metadata={"help": "The initial learning rate."})
-    per_device_train_batch_size: int = field(
-        default=128, metadata={"help": "Batch size of a device in training; N if the training set is smaller."}
-    )
-    per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of a device in evaluation."})
-    dataloader_drop_last: bool = field(
-        default=True, metadata={"help": "Drop the last incomplete batch in training; evaluation keeps it."}
-    )
-
     # what takes the place of weight decay, to say so when someone asks for it
     the_decay: ClassVar[str] = "The prior is the decay."
 
+    @classmethod
+    def paper(cls, output_dir: str | None = None, **kwargs: Any) -> Self:
+        """With the paper's protocol in place of `Trainer`'s defaults, but for what is given.
+
+        SGD with Nesterov momentum 0.9 and a clip of the gradient norm at 1.0, a cosine schedule from the learning rate
+        0.01, batches of 128 (or N, if that is less), of which the last incomplete one is dropped.
+
+        Example:
+            >>> FineTuningConfig.paper("outputs", max_steps=600).lr_scheduler_type.value
+            'cosine'
+        """
+        own = PAPER if "optim" not in kwargs else {k: v for k, v in PAPER.items() if not k.startswith("optim")}
+        return cls(output_dir=output_dir, **(own | kwargs))
+
     def __post_init__(self):
         self._check_method()
-        if self.optim == "sgd" and self.optim_args is None:
-            self.optim_args = _SGD_ARGS
+        if self.weight_decay:
+            logger.warning(f"weight_decay={self.weight_decay} is ignored: delete it. {self.the_decay}")
+            self.weight_decay = 0.0
         super().__post_init__()
         self._check_inherited()
 
@@ -115,8 +128,6 @@ class FineTuningConfig(TrainingArguments):
             check_count(name, getattr(self, name), lowest)
 
     def _check_inherited(self) -> None:
-        if self.weight_decay != 0:
-            raise ValueError(f"weight_decay: must be 0, got {self.weight_decay}. {self.the_decay}")
         if self.label_smoothing_factor != 0:
             raise ValueError(
                 f"label_smoothing_factor: must be 0, got {self.label_smoothing_factor}. Smoothed labels have no "
@@ -142,8 +153,12 @@ class DEELBoConfig(FineTuningConfig):
 
     Args:
         kappa: weight of the likelihood: `"auto"` is D/N, `1` the plain ELBo, or any positive number.
-        init_sigma: where the posterior's standard deviation starts. The paper's is 1e-4; in runs of a few hundred
-            steps 1e-3 or 1e-2 often reaches a higher J.
+        sigma_update: how the posterior's standard deviation sigma is learned: `"closed-form"` sets it before each
+            step, as lambda and tau, whatever the optimiser; `"optimizer"` is the paper's way, a parameter rho with
+            sigma = softplus(rho) that the optimiser moves, which takes SGD and a large learning rate.
+        grouping: what shares a sigma and a prior variance: `"all"` has one sigma, one lambda (backbone) and one tau
+            (head), `"part"` a sigma for backbone and head, `"layer"` and `"tensor"` both for each of these.
+        init_sigma: where sigma starts.
 
     Evaluation
 
@@ -165,7 +180,13 @@ class DEELBoConfig(FineTuningConfig):
         default="auto",
         metadata={"help": "Weight of the likelihood: `auto` (D/N) or a positive number; 1 is the plain ELBo."},
     )
-    init_sigma: float = field(default=1e-4, metadata={"help": "Where the posterior's standard deviation starts."})
+    sigma_update: str = field(
+        default="closed-form", metadata={"help": f"How sigma is learned: {', '.join(SIGMA_UPDATES)} (the paper's)."}
+    )
+    grouping: str = field(
+        default="all", metadata={"help": f"What shares a sigma and a prior variance: {', '.join(GROUPINGS)}."}
+    )
+    init_sigma: float = field(default=1e-3, metadata={"help": "Where the posterior's standard deviation starts."})
 
     num_eval_samples: int = field(
         default=0, metadata={"help": "Weight samples averaged by evaluate and predict; 0 is the posterior mean."}
@@ -180,8 +201,23 @@ class DEELBoConfig(FineTuningConfig):
 
     the_decay: ClassVar[str] = "The KL to the prior is the decay, and its strength is learned."
 
+    @classmethod
+    def paper(cls, output_dir: str | None = None, **kwargs: Any) -> Self:
+        """The paper's protocol, and its way of learning one sigma: by the optimiser, from 1e-4.
+
+        Example:
+            >>> DEELBoConfig.paper("outputs", learning_rate=0.1).sigma_update
+            'optimizer'
+        """
+        return super().paper(
+            output_dir, **({"sigma_update": "optimizer", "grouping": "all", "init_sigma": 1e-4} | kwargs)
+        )
+
     def _check_method(self) -> None:
         super()._check_method()
+        for name, known in (("sigma_update", SIGMA_UPDATES), ("grouping", GROUPINGS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: unknown value {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         if self.kappa != "auto":
             self.kappa = positive_number("kappa", self.kappa, or_else=' or "auto" (D/N)')
         self.init_sigma = positive_number("init_sigma", self.init_sigma)

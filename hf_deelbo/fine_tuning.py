@@ -43,6 +43,9 @@ class FineTuningTrainer(Trainer):
         prior: the backbone's prior, over its trainable parameters by name, in place of the one that `args.prior`
             names.
         unaugmented_dataset: the training set without augmentation; default is `train_dataset` itself.
+
+    Attributes:
+        last_nll: the mean NLL of the last batch of training.
     """
 
     # `compute_loss` returns the mean over a batch, so Trainer divides by the number of accumulated batches
@@ -131,11 +134,10 @@ class FineTuningTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimiser of `Trainer` or your own, without weight decay."""
         optimizer = super().create_optimizer(model)
-        for group in optimizer.param_groups:
-            if group.get("weight_decay", 0) != 0:
-                raise ValueError(
-                    f"optimizer: its weight_decay must be 0, got {group['weight_decay']}. {self.args.the_decay}"
-                )
+        if decays := {group["weight_decay"] for group in optimizer.param_groups if group.get("weight_decay")}:
+            logger.warning(f"optimizer: its weight_decay of {max(decays)} is set to 0. {self.args.the_decay}")
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.0
         return optimizer
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -161,7 +163,7 @@ class FineTuningTrainer(Trainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._batch_weight = 1.0
-        self._nll_since_log += self._last_nll / self.current_gradient_accumulation_steps
+        self._nll_since_log += self.last_nll / self.current_gradient_accumulation_steps
         self._steps_since_log += int(self.accelerator.sync_gradients)
         return loss
 
@@ -174,7 +176,7 @@ class FineTuningTrainer(Trainer):
         nll = nll.mean()  # over the devices of a `DataParallel` model
         if model.training:
             nll = nll * self._batch_weight
-            self._last_nll = nll.detach()
+            self.last_nll = nll.detach()
         return nll, outputs
 
     def _loss_scale(self) -> torch.Tensor | float:

@@ -36,7 +36,9 @@ from .files import WORKING_FOLDERS, finish_interrupted, sha256_of, write_json
 
 logger = logging.get_logger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# peft's description of adapters, which tells where their base model is
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 LIBRARIES = ("hf-deelbo", "transformers", "torch", "datasets", "safetensors", "huggingface-hub")
 # what a run leaves beside a posterior: pickles, logs, checkpoints
 UNPUBLISHED = (*WORKING_FOLDERS, ".*", "_*", "checkpoint-*", "runs", "*.bin", "*.pt", "*.pth", "*.pkl")
@@ -45,9 +47,9 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 SUBFOLDERS = "*/*"
 
 
-def library_versions() -> dict[str, str]:
-    """What is installed of `LIBRARIES`."""
-    return {name: version(name) for name in LIBRARIES}
+def library_versions(*others: str) -> dict[str, str]:
+    """What is installed of `LIBRARIES`, and of others."""
+    return {name: version(name) for name in (*LIBRARIES, *others)}
 
 
 class InvalidFilesError(ValueError):
@@ -116,7 +118,8 @@ class SavedConfig:
         if self.format_version < 1:
             raise ValueError(f"format_version: must be at least 1, got {self.format_version}.")
         for name in self.sha256:
-            if name != os.path.basename(name) or not name.endswith(".safetensors"):
+            is_known = name.endswith(".safetensors") or name == ADAPTER_CONFIG_FILE
+            if name != os.path.basename(name) or not is_known:
                 raise ValueError(f"sha256: {name!r} is not the name of a safetensors file in the same folder.")
         if self.TENSORS_FILE not in self.sha256:
             raise ValueError(f"sha256: has no hash of {self.TENSORS_FILE}.")
@@ -165,8 +168,9 @@ def by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str,
 
 
 def hashes_of(folder: str | os.PathLike) -> dict[str, str]:
-    """The SHA-256 of each safetensors file in `folder`."""
-    return {path.name: sha256_of(path) for path in sorted(Path(folder).glob("*.safetensors"))}
+    """The SHA-256 of each safetensors file in `folder`, and of the description of adapters."""
+    paths = [*Path(folder).glob("*.safetensors"), *Path(folder).glob(ADAPTER_CONFIG_FILE)]
+    return {path.name: sha256_of(path) for path in sorted(paths)}
 
 
 def public_name(name_or_path: str | None) -> str | None:
@@ -270,6 +274,7 @@ def push_folder(
         also: further files of the same commit, by their path in the repository.
         run_as_future: return at once.
     """
+    _check_base_is_public(Path(folder))
     paths = {path.relative_to(folder).as_posix(): path for path in _published(Path(folder))} | (also or {})
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in sorted(paths.items())]
     api = HfApi(token=token)
@@ -376,6 +381,19 @@ class Shareable(ABC):
             force_download=force_download,
         )
         return cls._read(folder, **kwargs)
+
+
+def _check_base_is_public(folder: Path) -> None:
+    """Adapters are of no use to those who do not have their base model, and a path of this machine is private."""
+    path = folder / ADAPTER_CONFIG_FILE
+    if not path.is_file():
+        return
+    name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if public_name(name) is None:
+        raise ValueError(
+            f"{os.fspath(folder)}: its adapters belong to the base model {name!r}, which is not on the Hub. Push that "
+            "too, set `model.peft_config['default'].base_model_name_or_path` to its id, and save the adapters again."
+        )
 
 
 def _published(folder: Path) -> Iterable[Path]:

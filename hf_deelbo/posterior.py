@@ -16,7 +16,9 @@ from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
+from .curvature import Curvature
 from .files import replaced_together
+from .groups import groups_of
 from .hub import Shareable, library_versions
 from .model_card import PosteriorCardData, save_card
 from .modeling import (
@@ -29,10 +31,21 @@ from .modeling import (
     values_of,
 )
 from .noise import write_noisy_block
-from .objective import DEELBo, default_kappa, kl_gradient_of_sigma
+from .objective import (
+    DEELBo,
+    default_kappa,
+    gaussian_kl,
+    kl_gradient_of_sigma,
+    optimal_posterior_variance,
+    optimal_variance,
+    shared_posterior_variance,
+)
 from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
-from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total
+from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
+
+# sigma^2 is at most so many times larger or smaller after a step
+MOST_CHANGE = 4.0
 
 
 class KL(NamedTuple):
@@ -85,29 +98,41 @@ class GaussianPosterior(Shareable):
         head_names: Iterable[str],
         prior: GaussianPrior | None = None,
         *,
-        init_sigma: float = 1e-4,
+        grouping: str = "all",
+        sigma_update: str = "closed-form",
+        init_sigma: float = 1e-3,
         kappa: float | str = "auto",
         num_examples: int | None = None,
     ):
-        init_rho = _rho_of("init_sigma", init_sigma)
+        if not (math.isfinite(init_sigma) and init_sigma > 0):
+            raise ValueError(f"init_sigma: must be a positive number, got {init_sigma}.")
         self.model = model
         self._head_names = frozenset(head_names)
         self._is_sharded = is_sharded(model)
         parameters = self.parameters()
         self._names = parameters.keys()
         _check_parameters(parameters, self._head_names)
-        self._blocks = blocks_of(parameters)
         self.prior = prior or IsotropicPrior.l2_sp(self.backbone)
         self.prior.check_matches(self.backbone)
         if self._is_sharded:
             self.prior = prior_from(self.prior.config, self.prior.state_dict(), self.backbone)
         self.head_prior = IsotropicPrior.l2_zero(self.head)
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.grouping, self.sigma_update = grouping, sigma_update
+        self.groups = groups_of(shapes, self._head_names, grouping, whole_backbone=not self.prior.separable)
+        names = [[group.parameters for group in self.groups if group.in_head == in_head] for in_head in (False, True)]
+        self.prior = self.prior.grouped(names[0], self.backbone)
+        self.head_prior = self.head_prior.grouped(names[1], self.head)
+        self._blocks = blocks_of(parameters, groups=[group.parameters for group in self.groups])
         self.num_parameters = self.prior.num_parameters + self.head_prior.num_parameters
         self.num_examples = num_examples
         self.kappa = self._resolve_kappa(kappa)
 
         device = next(iter(parameters.values())).device
-        self.rho = nn.Parameter(torch.tensor(init_rho, dtype=wide_dtype(device), device=device))
+        shape = () if grouping == "all" else (len(self.groups),)
+        sigma = torch.full(shape, init_sigma, dtype=wide_dtype(device), device=device)
+        self.rho = nn.Parameter(_inverse_of_softplus(sigma))
+        self.curvature = Curvature(like=self.rho) if sigma_update == "closed-form" else None
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
         self._room: dict[str, torch.Tensor] = {}
@@ -137,8 +162,44 @@ class GaussianPosterior(Shareable):
 
     @property
     def sigma(self) -> torch.Tensor:
-        """sigma = softplus(rho) = log(1 + exp(rho))."""
-        return softplus(self.rho.detach())
+        """sigma = softplus(rho) = log(1 + exp(rho)); of several, the root of the mean of sigma^2 over all weights."""
+        sigma = softplus(self.rho.detach())
+        return sigma if sigma.dim() == 0 else _mean(sigma**2, self._of_priors("group_sizes")).sqrt()
+
+    @property
+    def sigmas(self) -> torch.Tensor:
+        """sigma of each of `groups`."""
+        return softplus(self.rho.detach()).expand(len(self.groups))
+
+    @property
+    def lambda_(self) -> torch.Tensor:
+        """lambda, the backbone's prior variance; of several, their mean over all weights."""
+        return _mean(self.by_part(self.prior_variances)[0], self.prior.group_sizes)
+
+    @property
+    def tau(self) -> torch.Tensor:
+        """tau, the head's prior variance; of several, their mean over all weights."""
+        return _mean(self.by_part(self.prior_variances)[1], self.head_prior.group_sizes)
+
+    def group_table(self) -> list[dict[str, Any]]:
+        """Each of `groups` in plain numbers: `name`, `in_head`, `num_parameters`, `sigma` and `prior_variance`."""
+        numbers = zip(self.groups, self.sigmas.tolist(), self.prior_variances.tolist(), strict=True)
+        return [
+            {
+                "name": group.name,
+                "in_head": group.in_head,
+                "num_parameters": group.num_parameters,
+                "sigma": sigma,
+                "prior_variance": variance,
+            }
+            for group, sigma, variance in numbers
+        ]
+
+    def by_part(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A number of each of `groups`, as views of the backbone's and the head's, in the shapes of their priors."""
+        num_backbone = sum(not group.in_head for group in self.groups)
+        parts = zip((numbers[:num_backbone], numbers[num_backbone:]), self._priors, strict=True)
+        return tuple(part.reshape(prior.trace_inverse.shape) for part, prior in parts)
 
     @property
     def kl_weight(self) -> float:
@@ -158,25 +219,57 @@ class GaussianPosterior(Shareable):
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def update_variances(self) -> None:
+        """Before a step: set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
+
+        Where the optimiser learns rho, sigma is left to it.
+        """
+        distances = self._distances()
+        if self.curvature is not None:
+            self._update_sigma(distances)
+        self._update_prior_variances(distances)
+
+    @torch.no_grad()
     def update_prior_variances(self) -> None:
         """Set lambda and tau to the maximum of J at the present means and sigma, and note the KL there.
 
         lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) ] / D_w
         tau*    = sigma^2 + |V_bar|^2 / D_V
+
+        each over the weights of a group.
         """
+        self._update_prior_variances(self._distances())
+
+    def _distances(self) -> torch.Tensor:
+        """(mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) of each group."""
         self._forbid_while_sampled("update_prior_variances")
         self._last_drawn = None  # the means have moved
         self._last_found = self._parameters_now()
-        weights, sigma = values_of(self._last_found), self.sigma
+        weights = values_of(self._last_found)
         if weights.keys() != self._names:
             changed = next(iter(weights.keys() ^ self._names))
             raise RuntimeError(
                 f"model: {changed!r} was frozen or unfrozen after the posterior was made. Do so before, or make a "
                 "new trainer."
             )
-        self.lambda_, kl_backbone = self.prior.optimum(self.prior.own(weights), sigma)
-        self.tau, kl_head = self.head_prior.optimum(self.head_prior.own(weights), sigma)
-        self.kl = KL(kl_backbone, kl_head)
+        return _joined(prior.mahalanobis(prior.own(weights)) for prior in self._priors)
+
+    def _update_sigma(self, distances: torch.Tensor) -> None:
+        """sigma* of each group, or of all of them together; where nothing is known yet it stays."""
+        curvature, distance = self.curvature.mean(), distances / self._of_priors("trace_inverse")
+        weight = self.kl_weight * self._of_priors("group_sizes")
+        best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
+        variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
+        variance = torch.where(torch.isfinite(variance), variance, present)
+        variance = variance.clamp(present / MOST_CHANGE, present * MOST_CHANGE)
+        self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
+
+    def _update_prior_variances(self, distances: torch.Tensor) -> None:
+        numbers = {"mahalanobis": distances, "trace_inverse": self._of_priors("trace_inverse")}
+        numbers["num_parameters"] = self._of_priors("group_sizes")
+        self.prior_variances = optimal_variance(self.sigmas, **numbers)
+        kl = gaussian_kl(self.sigmas, self.prior_variances, log_det=self._of_priors("log_det"), **numbers)
+        self.kl = KL(*(part.sum() for part in self.by_part(kl)))
 
     @contextmanager
     def sampled(self, *key: int, on_cpu: bool = False, reuse: bool = False) -> Iterator[None]:
@@ -195,7 +288,7 @@ class GaussianPosterior(Shareable):
         """
         self._forbid_while_sampled("sampled")
         parameters = self._last_found if reuse and not self._is_sharded else self._parameters_now()
-        weights, sigma = values_of(parameters), self.sigma
+        weights, sigmas = values_of(parameters), self.sigmas
         self._make_room(weights)
         self._sampled_parameters = parameters
         if self._is_sharded:  # FSDP2 keeps its weights where they are
@@ -205,7 +298,7 @@ class GaussianPosterior(Shareable):
             self._means, self._sample = weights, self._room
 
         def draw(block: Block) -> None:
-            write_noisy_block(self._sample, self._means, block, sigma, key, on_cpu)
+            write_noisy_block(self._sample, self._means, block, sigmas[block.group], key, on_cpu)
 
         is_there = reuse and self._last_drawn == (key, on_cpu)
         self.is_sampled, self._last_drawn = True, None
@@ -221,7 +314,7 @@ class GaussianPosterior(Shareable):
                 self._take_back_sample()
 
     @torch.no_grad()
-    def complete_gradients(self, loss_scale: torch.Tensor | float = 1.0) -> None:
+    def complete_gradients(self, loss_scale: torch.Tensor | float = 1.0) -> torch.Tensor:
         """Inside `sampled`, after the backward pass of the NLL: make its gradients those of the training loss.
 
         With g the gradient of the NLL at the sample, and lambda, tau held at their last update (by the envelope
@@ -230,45 +323,60 @@ class GaussianPosterior(Shareable):
             d loss / d w_bar = g + 1/(kappa N) Sigma_p^-1 (w_bar - mu_p) / lambda        (the head alike, with tau)
             d loss / d rho   = [ <g, eps> + 1/(kappa N) dKL/dsigma ] dsigma/drho,        eps = (w - w_bar) / sigma
 
-        The means are back in the model afterwards; `sampled` still ends as usual.
+        the second where the optimiser learns rho; else <g, eps> is noted for sigma's closed form. The means are back
+        in the model afterwards; `sampled` still ends as usual.
 
         Args:
             loss_scale: what the gradients were multiplied by (`GradScaler`).
+
+        Returns:
+            <g, w - w_bar>, which is finite if all gradients are.
         """
         if not self.is_sampled:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         self._last_drawn = None  # it is spent
-        sigma, kl_weight = self.sigma, loss_scale * self.kl_weight
         if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
             self._sampled_parameters = self._parameters_now()
             self._sample = values_of(self._sampled_parameters)
-        gradients = gradients_of(self._sampled_parameters)
-        product = kl_gradient = torch.zeros_like(sigma)
-        for prior, variance in ((self.prior, self.lambda_), (self.head_prior, self.tau)):
-            if prior.num_parameters:
-                pull = kl_weight / variance
-                product = product + self._complete_part(gradients, prior, pull)
-                kl_gradient = kl_gradient + kl_gradient_of_sigma(
-                    sigma, variance, trace_inverse=prior.trace_inverse, num_parameters=prior.num_parameters
-                )
-        dsigma_drho = torch.sigmoid(self.rho)
-        self.rho.grad = (product / sigma + kl_weight * kl_gradient) * dsigma_drho
+        gradients, kl_weight = gradients_of(self._sampled_parameters), loss_scale * self.kl_weight
+        pulls = self.by_part(kl_weight / self.prior_variances)
+        sums = [self._complete_part(gradients, prior, pull) for prior, pull in zip(self._priors, pulls, strict=True)]
+        products, squared_norms = torch.cat(sums, dim=1)
+        if self.curvature is not None:
+            products_of_sigmas, norms_of_sigmas = self._by_sigma(products), self._by_sigma(squared_norms)
+            self.curvature.add(
+                products_of_sigmas / loss_scale, norms_of_sigmas / loss_scale**2, softplus(self.rho.detach()) ** 2
+            )
+        else:
+            kl_gradients = kl_gradient_of_sigma(
+                self.sigmas,
+                self.prior_variances,
+                trace_inverse=self._of_priors("trace_inverse"),
+                num_parameters=self._of_priors("group_sizes"),
+            )
+            gradient = self._by_sigma(products / self.sigmas + kl_weight * kl_gradients)
+            self.rho.grad = gradient * torch.sigmoid(self.rho)
         self._take_back_sample()
+        return products.sum()
 
-    def _complete_part(self, gradients: Tensors, prior: GaussianPrior, pull: torch.Tensor) -> torch.Tensor:
-        """In one pass over a part: return <g, w - w_bar>, set g += pull * Sigma_p^-1 (w_bar - mu_p), spend w."""
-        means = prior.own(self._means)
+    def _complete_part(self, gradients: Tensors, prior: GaussianPrior, pulls: torch.Tensor) -> torch.Tensor:
+        """In one pass over a part: set g += pull * Sigma_p^-1 (w_bar - mu_p), spend w, and add up by group.
+
+        Returns:
+            <g, w - w_bar> and |g|^2 of each group, with the g of before.
+        """
+        means, pulls = prior.own(self._means), pulls.reshape(-1)
         precision_product = prior.precision_product(means)
 
         def complete(block: Block) -> torch.Tensor:
             w, g = block.of(self._sample), block.of(gradients)
             torch._foreach_sub_(w, block.of(means))
-            product = inner_product(w, g)
-            add_scaled_(g, precision_product(block), pull)
-            return product
+            sums = torch.stack([inner_product(w, g), torch.stack(torch._foreach_norm(g)).square().sum()])
+            add_scaled_(g, precision_product(block), pulls[block.group])
+            return sums.to(pulls.dtype)
 
-        products = on_all_cores(complete, prior.blocks)
-        return total([product.to(pull.dtype) for product in products], means, torch.zeros_like(pull))
+        sums = on_all_cores(complete, prior.blocks)
+        return total_by_group(sums, [block.group for block in prior.blocks], means, pulls.new_zeros(len(pulls), 2)).T
 
     # ---- Using it --------------------------------------------------------------------------------------------------
 
@@ -278,22 +386,6 @@ class GaussianPosterior(Shareable):
         statistics = self.sample_statistics.get(seed)
         with self.sampled(seed, on_cpu=True), with_statistics(self.model, statistics) if statistics else nullcontext():
             yield
-
-    @contextmanager
-    def at_sigma(self, sigma: float) -> Iterator[None]:
-        """Within it sigma is this one, with lambda and tau at their optimum for it: to ask what J would be there."""
-        self._forbid_while_sampled("at_sigma")
-        rho, learned = _rho_of("sigma", sigma), self.rho.detach().clone()
-        statistics, de_elbo = self.sample_statistics, self.de_elbo
-        self.sample_statistics, self.de_elbo = {}, None
-        self.rho.data.fill_(rho)
-        self.update_prior_variances()
-        try:
-            yield
-        finally:
-            self.rho.data.copy_(learned)
-            self.sample_statistics, self.de_elbo = statistics, de_elbo
-            self.update_prior_variances()
 
     def recompute_batch_norm(self, batches: Iterable[Mapping[str, Any]], num_samples: int) -> None:
         """Compute the batch-norm statistics of the weight samples 0 .. num_samples - 1 over training inputs.
@@ -362,9 +454,16 @@ class GaussianPosterior(Shareable):
     def as_prior(self) -> IsotropicPrior:
         """The prior N(w_bar, lambda I) of a next task, over the same backbone, with lambda to be learned there.
 
-        Start that task's model from w_bar too: load it from where this posterior was saved.
+        If this posterior has a lambda for each group, the prior keeps how large they are beside each other. Start that
+        task's model from w_bar too: load it from where this posterior was saved.
         """
-        return IsotropicPrior.l2_sp(self.backbone)
+        mean, scales = {name: w.clone() for name, w in self.backbone.items()}, None
+        groups = [group for group in self.group_table() if not group["in_head"]]
+        if len(groups) > 1:
+            of_group = {group["name"]: group["prior_variance"] / self.lambda_.item() for group in groups}
+            named = [group for group in self.groups if not group.in_head]
+            scales = {name: of_group[group.name] for group in named for name in group.parameters}
+        return IsotropicPrior(mean, mean=mean, scales=scales)
 
     def _probabilities(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         return torch.softmax(_logits(self.model(**inputs)), dim=-1)
@@ -383,7 +482,10 @@ class GaussianPosterior(Shareable):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the model's own state does not hold: rho, lambda, tau and the prior's tensors."""
-        own = {"rho": self.rho.detach(), "lambda_": self.lambda_, "tau": self.tau}
+        lambdas, taus = self.by_part(self.prior_variances)
+        own = {"rho": self.rho.detach(), "lambda_": lambdas, "tau": taus}
+        if self.curvature is not None:
+            own["curvature"] = self.curvature.sums
         return own | {f"prior.{name}": tensor for name, tensor in self.prior.state_dict().items()}
 
     @torch.no_grad()
@@ -397,7 +499,7 @@ class GaussianPosterior(Shareable):
                 f"The saved posterior does not fit this one: {wrong[0]!r} is missing, unknown or of another shape "
                 f"({len(wrong)} such tensors). Use the same model, `prior` and `head_names` as in the saved run."
             )
-        for name in ("rho", "lambda_", "tau"):
+        for name in own.keys() - {f"prior.{name}" for name in self.prior.state_dict()}:
             own[name].copy_(state[name])
         self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
         self.forget_evaluations()
@@ -468,6 +570,18 @@ class GaussianPosterior(Shareable):
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _priors(self) -> tuple[GaussianPrior, GaussianPrior]:
+        return self.prior, self.head_prior
+
+    def _of_priors(self, attribute: str) -> torch.Tensor:
+        """A number of each group that the priors know."""
+        return _joined(torch.as_tensor(getattr(prior, attribute)).to(self.rho) for prior in self._priors)
+
+    def _by_sigma(self, terms: torch.Tensor) -> torch.Tensor:
+        """A term of each group, added up over those that share a sigma."""
+        return terms.sum() if self.rho.dim() == 0 else terms
+
     def _resolve_kappa(self, kappa: float | str) -> float | None:
         if kappa == "auto":
             return default_kappa(self.num_parameters, self.num_examples) if self.num_examples else None
@@ -504,11 +618,19 @@ class GaussianPosterior(Shareable):
             raise RuntimeError(f"{what}: the model holds a weight sample; leave `with sampled(...)` first.")
 
 
-def _rho_of(argument: str, sigma: float) -> float:
-    """The inverse of softplus."""
-    if not (math.isfinite(sigma) and sigma > 0):
-        raise ValueError(f"{argument}: must be a positive number, got {sigma}.")
-    return math.log(math.expm1(sigma))
+def _joined(numbers: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([number.reshape(-1) for number in numbers])
+
+
+def _mean(values: torch.Tensor, sizes: int | torch.Tensor) -> torch.Tensor:
+    """Over all weights of groups of these sizes; 1 if there is no group."""
+    if values.dim() == 0:
+        return values
+    return (values * sizes).sum() / sizes.sum() if len(values) else values.new_ones(())
+
+
+def _inverse_of_softplus(sigma: torch.Tensor) -> torch.Tensor:
+    return torch.log(torch.expm1(sigma))
 
 
 def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:

@@ -5,12 +5,18 @@
 | `config.json`, `model.safetensors`, a processor | the posterior mean, an ordinary transformers repository           |
 | `posterior_config.json`                         | `PosteriorConfig`: what was learned, and the hashes of the files  |
 | `posterior.safetensors`                         | rho, the prior's tensors, batch-norm statistics of weight samples |
+
+Of a model with adapters, what peft saves stands in place of the mean (`adapter_config.json`, `adapter_model.safetensors`),
+and the base model is loaded from where it came from.
+
+Since format 2 the weights may have several sigmas and prior variances, by group; in files of format 1 there is one
+sigma, which the optimiser learned.
 """
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +48,13 @@ class PosteriorConfig(SavedConfig):
         frozen_names: the parameters that q does not cover.
         prior: its kind, and `eps` if it is of low rank.
         kappa, num_examples, num_parameters: kappa and N (`None` if not known), and D.
-        lambda_, tau, sigma: what was learned.
+        lambda_, tau, sigma: what was learned, over all weights.
+        grouping, sigma_update: as in `DEELBoConfig`.
+        groups: each with its `name`, whether it is `in_head`, `num_parameters`, `sigma` and `prior_variance`.
         sample_seeds: weight samples whose batch-norm statistics are saved.
         de_elbo: J and its parts, if they were measured.
         base_model, base_model_revision: what was fine-tuned, if it is on the Hub.
+        base: where only adapters are saved, the `config` of their base model and the `sha256` of its weights.
     """
 
     CONFIG_FILE = "posterior_config.json"
@@ -66,6 +75,10 @@ class PosteriorConfig(SavedConfig):
     de_elbo: dict[str, float | int | None] | None
     base_model: str | None
     base_model_revision: str | None
+    grouping: str = "all"
+    sigma_update: str = "optimizer"
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    base: dict[str, Any] | None = None
 
     def validate_numbers(self) -> None:
         """Positive and finite, where they must be."""
@@ -73,6 +86,39 @@ class PosteriorConfig(SavedConfig):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a positive number, got {value}.")
+
+    def validate_settings(self) -> None:
+        """Those that this version knows."""
+        for name, known in (("grouping", GROUPINGS), ("sigma_update", SIGMA_UPDATES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: unknown value {getattr(self, name)!r}; known are {', '.join(known)}.")
+        if not isinstance(self.prior.get("scales", {}), dict):
+            raise ValueError(f"prior: its scales must be numbers by name, got {self.prior['scales']!r}.")
+
+    def validate_groups(self) -> None:
+        """Rows of `GaussianPosterior.group_table`; format 1 has none."""
+        if self.format_version > 1 and not self.groups:
+            raise ValueError("groups: there are none.")
+        for row in self.groups:
+            if row.keys() != _GROUP.keys():
+                raise ValueError(f"groups: each must have {', '.join(_GROUP)}, got {', '.join(row)}.")
+            for name, kind in _GROUP.items():
+                value = row[name]
+                is_good = type(value) is kind and (kind in (str, bool) or (math.isfinite(value) and value > 0))
+                if not is_good:
+                    raise ValueError(f"groups: {name} must be a {_KINDS[kind]}, got {value!r}.")
+
+    def validate_base(self) -> None:
+        """Its two parts."""
+        if self.base is not None:
+            kinds = {name: type(value) for name, value in self.base.items()}
+            if kinds != {"config": dict, "sha256": str}:
+                raise ValueError(f"base: must have a config and a sha256, got {', '.join(kinds)}.")
+
+
+# what a row of `groups` holds
+_GROUP = {"name": str, "in_head": bool, "num_parameters": int, "sigma": float, "prior_variance": float}
+_KINDS = {str: "text", bool: "truth value", int: "positive whole number", float: "positive number"}
 
 
 def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -> None:
@@ -88,16 +134,24 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
         for layer, moments in layers.items()
         for part, tensor in zip(("mean", "variance"), moments, strict=True)
     }
-    tensors = {name: whole(tensor) for name, tensor in (posterior.state_dict() | scalars | statistics).items()}
+    model, auto_class = posterior.model, auto_class_of(posterior.model)
+    only_adapters = auto_class is not None and has_adapters(model)
+    loose = {f"model.{name}": tensor.clone() for name, tensor in loose_tensors(model).items()} if only_adapters else {}
+    own = posterior.state_dict() | scalars | statistics | loose
+    tensors = {name: whole(tensor) for name, tensor in own.items()}
     if not is_first_process(posterior.parameters()):
         return
     save_tensors(tensors, Path(folder) / PosteriorConfig.TENSORS_FILE)
+    if only_adapters:
+        (Path(folder) / CARD_FILE).unlink(missing_ok=True)  # peft's, which would take the place of ours
 
-    model = posterior.model
-    auto_class = auto_class_of(model)
-    base_model = public_name(getattr(getattr(model, "config", None), "name_or_path", None))
+    source = source_of(model)
+    base_model = public_name(source)
+    loaded = getattr(model, "config", None)
+    is_as_loaded = base_model is not None and source == loaded.name_or_path
     PosteriorConfig(
         sha256=hashes_of(folder),
+        library_versions=library_versions(*(["peft"] if only_adapters else [])),
         auto_class=auto_class and auto_class.__name__,
         head_names=sorted(posterior.head),
         frozen_names=[name for name, parameter in model.named_parameters() if not parameter.requires_grad],
@@ -111,28 +165,57 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
         sample_seeds=sorted(posterior.sample_statistics),
         de_elbo=posterior.de_elbo and as_json(posterior.de_elbo.to_dict()),
         base_model=base_model,
-        base_model_revision=base_model and getattr(model.config, "_commit_hash", None),
+        base_model_revision=getattr(loaded, "_commit_hash", None) if is_as_loaded else None,
+        grouping=posterior.grouping,
+        sigma_update=posterior.sigma_update,
+        groups=posterior.group_table(),
+        base=_description_of_base(model) if only_adapters else None,
     ).save(folder)
 
 
 def read_posterior(
-    folder: str | os.PathLike, posterior_class: type["GaussianPosterior"], trust_remote_code: bool = False
+    folder: str | os.PathLike,
+    posterior_class: type["GaussianPosterior"],
+    trust_remote_code: bool = False,
+    base_model: str | os.PathLike | None = None,
+    **hub_options: Any,
 ) -> "GaussianPosterior":
-    """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files."""
+    """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files.
+
+    Args:
+        folder: where it was saved.
+        posterior_class: `GaussianPosterior`.
+        trust_remote_code: as for `from_pretrained`.
+        base_model: where the base model of adapters is, if not where they say.
+        **hub_options: of `from_pretrained`, to load that.
+    """
     config = PosteriorConfig.load(folder)
     config.check_files(folder)
-    tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm"))
+    tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm", "model"))
+    base = None if config.base is None else _load_base(folder, config, base_model, hub_options)
     try:
-        model = load_mean(folder, config.auto_class, trust_remote_code)
+        if base is None:
+            model = load_mean(folder, config.auto_class, trust_remote_code)
+        else:
+            model = load_adapters(base, folder)
+            load_loose_tensors(model, tensors["model"])
+        parameters = dict(model.named_parameters())
+        for name in config.frozen_names:
+            parameters[name].requires_grad_(False)
+        if base is not None and hash_of(frozen_weights(model)) != config.base["sha256"]:
+            raise ValueError(f"the base model {source_of(model)!r} has not the weights that they were trained on")
         posterior = _assemble(posterior_class, model, config, tensors)
         _check_agreement(posterior, config)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
-        reason = f"{error.args[0]!r} is missing or unknown" if isinstance(error, KeyError) else str(error)
-        raise InvalidFilesError(
-            f"{os.fspath(folder)}: the files of the posterior do not fit each other ({reason}). Download or save it "
-            "again."
-        ) from error
+        raise _misfit(folder, error) from error
     return posterior
+
+
+def _misfit(folder: str | os.PathLike, error: Exception) -> InvalidFilesError:
+    reason = f"{error.args[0]!r} is missing or unknown" if isinstance(error, KeyError) else str(error)
+    return InvalidFilesError(
+        f"{os.fspath(folder)}: the files of the posterior do not fit each other ({reason}). Download or save it again."
+    )
 
 
 def read_state(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -144,7 +227,7 @@ def read_state(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
 
 
 # scalar tensors: the posterior's state, and the parts of J that do not follow from it
-_LEARNED = ("rho", "lambda_", "tau")
+_LEARNED = ("rho", "lambda_", "tau", "curvature")
 _MEASURED = ("nll", "nll_standard_error")
 
 
@@ -154,21 +237,19 @@ def _assemble(
     config: PosteriorConfig,
     tensors: Mapping[str, Tensors],
 ) -> "GaussianPosterior":
-    parameters = dict(model.named_parameters())
-    for name in config.frozen_names:
-        parameters.pop(name).requires_grad_(False)
-    backbone = {name: parameter for name, parameter in parameters.items() if name not in set(config.head_names)}
-    scalars = tensors[""]
+    backbone, scalars = backbone_of(model, config.head_names), tensors[""]
     posterior = posterior_class(
         model,
         config.head_names,
         prior_from(config.prior, tensors["prior"], backbone),
+        grouping=config.grouping,
+        sigma_update=config.sigma_update,
         init_sigma=config.sigma,
         kappa=scalars["kappa"].item() if "kappa" in scalars else "auto",
         num_examples=int(scalars["num_examples"]) if "num_examples" in scalars else None,
     )
     prior = {f"prior.{name}": tensor for name, tensor in tensors["prior"].items()}
-    posterior.load_state_dict({name: scalars[name] for name in _LEARNED} | prior)
+    posterior.load_state_dict({name: scalars[name] for name in _LEARNED if name in scalars} | prior)
     posterior.update_prior_variances()
     posterior.sample_statistics = _statistics_of(model, tensors["batch_norm"])
     if _MEASURED[0] in scalars:
@@ -216,6 +297,8 @@ def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) ->
             agree = math.isclose(stated_value, value, rel_tol=1e-6)
         if not agree:
             raise ValueError(f"{name} is stated as {stated_value}, but is {value and float(value)}")
+    if config.groups:
+        _check_groups(config.groups, posterior.group_table())
     saved = sorted(posterior.sample_statistics)
     if config.sample_seeds != saved:
         raise ValueError(f"sample_seeds: {config.sample_seeds} are stated, {saved} are saved")

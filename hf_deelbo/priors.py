@@ -10,9 +10,11 @@ No D x D matrix is ever formed. Sums over D terms are taken pairwise within a bl
 float64, and over the processes if the parameters are sharded.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +39,7 @@ from .model_card import PriorCardData, save_card
 from .modeling import TASK_OF, auto_class_of
 from .objective import gaussian_kl, optimal_variance
 from .prior_files import PriorConfig, read_prior, write_prior
-from .sharding import copy_whole_, gathered, local, shard_like, total
+from .sharding import copy_whole_, gathered, local, shard_like, total, total_by_group
 
 # Sigma_p^-1 (w - mu_p) of each piece of a block, to be used before the next one is asked for: memory is used again
 PrecisionProduct = Callable[[Block], Iterable[torch.Tensor]]
@@ -51,20 +53,34 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 class GaussianPrior(ABC):
     """N(mu_p, v Sigma_p) over named parameters.
 
+    In a prior that is `grouped`, each group of parameters has a variance v_g of its own; then `group_sizes`,
+    `trace_inverse`, `log_det` and what depends on v, sigma or distances are vectors, a number for each group.
+
     Attributes:
         shapes: the shape of each parameter, by name.
         num_parameters: D, how many numbers they are together.
+        group_sizes: D, or how many numbers are in each group.
         blocks: the pieces in which passes over them are made.
         trace_inverse: tr(Sigma_p^-1).
         log_det: log det Sigma_p.
+        separable: whether Sigma_p ties no two parameters, so that the prior can be `grouped`.
     """
+
+    separable = False
 
     def __init__(self, parameters: Tensors, trace_inverse: torch.Tensor, log_det: torch.Tensor):
         self.shapes = {name: tensor.shape for name, tensor in parameters.items()}
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
+        self.group_sizes: int | torch.Tensor = self.num_parameters
         self.blocks = blocks_of(parameters)
         self.trace_inverse = trace_inverse
         self.log_det = log_det
+
+    def grouped(self, groups: Sequence[Sequence[str]], parameters: Tensors) -> "GaussianPrior":
+        """The same prior with a variance for each of these groups of names; itself if there is but one."""
+        if len(groups) > 1:
+            raise ValueError(f"groups: the prior {self.config['kind']!r} ties all parameters, so they are one group.")
+        return self
 
     @abstractmethod
     def mahalanobis(self, w: Tensors) -> torch.Tensor:
@@ -125,7 +141,7 @@ class GaussianPrior(ABC):
 
     def _optimal_variance(self, sigma: torch.Tensor, mahalanobis: torch.Tensor) -> torch.Tensor:
         return optimal_variance(
-            sigma, mahalanobis=mahalanobis, trace_inverse=self.trace_inverse, num_parameters=self.num_parameters
+            sigma, mahalanobis=mahalanobis, trace_inverse=self.trace_inverse, num_parameters=self.group_sizes
         )
 
     def _kl(self, sigma: torch.Tensor, variance: torch.Tensor, mahalanobis: torch.Tensor) -> torch.Tensor:
@@ -135,12 +151,20 @@ class GaussianPrior(ABC):
             mahalanobis=mahalanobis,
             trace_inverse=self.trace_inverse,
             log_det=self.log_det,
-            num_parameters=self.num_parameters,
+            num_parameters=self.group_sizes,
         )
 
 
 class IsotropicPrior(GaussianPrior):
     """N(mu_p, v I): tr(Sigma_p^-1) = D, log det Sigma_p = 0, Mahalanobis = |w - mu_p|^2.
+
+    With `scales` it is N(mu_p, v diag(r)), r constant over each parameter, as a posterior with a lambda for each group
+    leaves it to the next task: tr(Sigma_p^-1) = sum 1/r, log det Sigma_p = sum log r.
+
+    Args:
+        parameters: by name.
+        mean: mu_p; zero if not given.
+        scales: r > 0 of each parameter, by name; 1 if not given.
 
     Example:
         >>> prior = IsotropicPrior.l2_zero({"w": torch.zeros(2)})
@@ -148,12 +172,39 @@ class IsotropicPrior(GaussianPrior):
         12.5
     """
 
-    def __init__(self, parameters: Tensors, mean: Tensors | None = None):
-        num_parameters = sum(tensor.numel() for tensor in parameters.values())
+    separable = True
+
+    def __init__(self, parameters: Tensors, mean: Tensors | None = None, scales: Mapping[str, float] | None = None):
+        if scales is not None and scales.keys() != parameters.keys():
+            different = sorted(scales.keys() ^ parameters.keys())
+            raise ValueError(f"scales: their parameter names are not those of the prior: {_some(different)}.")
+        for name, scale in (scales or {}).items():
+            if not (isinstance(scale, float) and math.isfinite(scale) and scale > 0):
+                raise ValueError(f"scales: must be positive numbers, got {scale!r} for {name!r}.")
         device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
-        trace_inverse = torch.tensor(num_parameters, dtype=wide_dtype(device), device=device)
-        super().__init__(parameters, trace_inverse, log_det=torch.zeros_like(trace_inverse))
-        self.mean = mean
+        sizes = {name: tensor.numel() for name, tensor in parameters.items()}
+        sums = torch.tensor(_trace_and_log_det(sizes, scales), dtype=wide_dtype(device), device=device)
+        super().__init__(parameters, *sums)
+        self.mean, self.scales = mean, scales
+
+    def grouped(self, groups: Sequence[Sequence[str]], parameters: Tensors) -> "IsotropicPrior":
+        """The same prior with a variance for each of these groups of parameters, which are named.
+
+        Example:
+            >>> w = {"w": torch.full((2,), 3.0), "b": torch.ones(1)}
+            >>> prior = IsotropicPrior.l2_zero(w).grouped([["w"], ["b"]], w)
+            >>> prior.optimal_variance(w, sigma=torch.zeros(2))
+            tensor([9., 1.], dtype=torch.float64)
+        """
+        if len(groups) == 1:
+            return self
+        grouped = copy(self)
+        grouped.blocks = blocks_of(parameters, groups=groups)
+        sizes = [{name: self.shapes[name].numel() for name in names} for names in groups]
+        grouped.group_sizes = self.trace_inverse.new_tensor([sum(numbers.values()) for numbers in sizes])
+        sums = [_trace_and_log_det(numbers, self.scales) for numbers in sizes]
+        grouped.trace_inverse, grouped.log_det = self.trace_inverse.new_tensor(sums).reshape(-1, 2).T
+        return grouped
 
     @classmethod
     def l2_zero(cls, parameters: Tensors) -> "IsotropicPrior":
@@ -166,25 +217,39 @@ class IsotropicPrior(GaussianPrior):
         return cls(parameters, mean={name: tensor.detach().clone() for name, tensor in parameters.items()})
 
     def mahalanobis(self, w: Tensors) -> torch.Tensor:
-        """|w - mu_p|^2."""
+        """|w - mu_p|^2, each parameter's divided by its r."""
 
         def of_block(block: Block) -> torch.Tensor:
+            if self.scales is not None and len(block.pieces) > 1:
+                return sum_of([of_block(Block((piece,))) for piece in block.pieces])
             mean = None if self.mean is None else block.of(self.mean)
-            return squared_distance(block.of(w), mean, self.trace_inverse.dtype)
+            distance = squared_distance(block.of(w), mean, self.trace_inverse.dtype)
+            return distance if self.scales is None else distance / self.scales[block.pieces[0].name]
 
-        terms = on_all_cores(of_block, self.blocks, alone_below=SHORT_PASS)
-        return total(terms, w, torch.zeros_like(self.trace_inverse))
+        terms, zeros = (
+            on_all_cores(of_block, self.blocks, alone_below=SHORT_PASS),
+            torch.zeros_like(self.trace_inverse),
+        )
+        if zeros.dim() == 0:
+            return total(terms, w, zeros)
+        return total_by_group(terms, [block.group for block in self.blocks], w, zeros)
 
     def precision_product(self, w: Tensors) -> PrecisionProduct:
-        """w - mu_p."""
-        if self.mean is None:
-            return lambda block: block.of(w)
-        return lambda block: subtract(block.of(w), block.of(self.mean))
+        """w - mu_p, each parameter's divided by its r."""
+
+        def product(block: Block) -> Iterable[torch.Tensor]:
+            differences = block.of(w) if self.mean is None else subtract(block.of(w), block.of(self.mean))
+            if self.scales is None:
+                return differences
+            return (d / self.scales[piece.name] for d, piece in zip(differences, block.pieces, strict=True))
+
+        return product
 
     @property
     def config(self) -> dict[str, Any]:
-        """`l2-zero` without a mean, `l2-sp` with one."""
-        return {"kind": "l2-zero" if self.mean is None else "l2-sp"}
+        """`l2-zero` without a mean, `l2-sp` with one; and the scales."""
+        kind = {"kind": "l2-zero" if self.mean is None else "l2-sp"}
+        return kind if self.scales is None else kind | {"scales": dict(self.scales)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`mean.<name>`, or nothing for L2-zero."""
@@ -417,12 +482,12 @@ def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -
         known = [name for name in parameters if f"{prefix}.{name}" in state]
         return {name: shard_like(state[f"{prefix}.{name}"], parameters[name], dim) for name in known}
 
-    kind = config.get("kind")
+    kind, scales = config.get("kind"), config.get("scales")
     if kind == "l2-zero":
-        prior = IsotropicPrior.l2_zero(parameters)
+        prior = IsotropicPrior(parameters, scales=scales)
     elif kind == "l2-sp":
         mean = part("mean")
-        prior = IsotropicPrior(mean, mean=mean)
+        prior = IsotropicPrior(mean, mean=mean, scales=scales)
     elif kind == "ptyl":
         eps = config.get("eps")
         if not isinstance(eps, float):
@@ -434,6 +499,14 @@ def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -
         raise ValueError(f"prior: a prior of kind {kind!r} has no tensor {unknown[0]!r}.")
     prior.check_matches(parameters)
     return prior
+
+
+def _trace_and_log_det(sizes: Mapping[str, int], scales: Mapping[str, float] | None) -> tuple[float, float]:
+    """tr(Sigma_p^-1) and log det Sigma_p of diag(r), r constant over each parameter."""
+    if scales is None:
+        return sum(sizes.values()), 0.0
+    numbers = [(size, scales[name]) for name, size in sizes.items()]
+    return sum(size / scale for size, scale in numbers), sum(size * math.log(scale) for size, scale in numbers)
 
 
 def _check_low_rank(mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float) -> int:

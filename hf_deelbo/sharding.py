@@ -84,6 +84,25 @@ def total(terms: Sequence[torch.Tensor], tensors: Tensors, zero: torch.Tensor) -
     return value
 
 
+def total_by_group(
+    terms: Sequence[torch.Tensor], groups: Sequence[int], tensors: Tensors, zeros: torch.Tensor
+) -> torch.Tensor:
+    """`total` of the terms of each group.
+
+    Example:
+        >>> terms = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)]
+        >>> total_by_group(terms, groups=[0, 1, 1], tensors={"w": torch.ones(2)}, zeros=torch.zeros(2))
+        tensor([1., 5.])
+    """
+    value, mesh = zeros, mesh_of(tensors)
+    if terms:
+        index = torch.tensor(groups, device=zeros.device)
+        value = zeros.index_add(0, index, torch.stack(list(terms)).to(zeros.dtype))
+    if mesh is not None:
+        dist.all_reduce(value, group=mesh.get_group())
+    return value
+
+
 def gathered(matrix: torch.Tensor, tensors: Tensors) -> torch.Tensor:
     """The matrices of all processes that hold rows of `tensors`, one below the other."""
     mesh = mesh_of(tensors)

@@ -98,6 +98,8 @@ class DEELBoTrainer(FineTuningTrainer):
                 self.model,
                 names,
                 self._make_prior(names),
+                grouping=self.args.grouping,
+                sigma_update=self.args.sigma_update,
                 init_sigma=self.args.init_sigma,
                 kappa=self.args.kappa,
                 num_examples=self._num_train_examples(),
@@ -112,8 +114,10 @@ class DEELBoTrainer(FineTuningTrainer):
     # ---- Training --------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimiser of `Trainer` or your own, with rho in its first group."""
+        """The optimiser of `Trainer` or your own; with `sigma_update="optimizer"` rho is in its first group."""
         optimizer = super().create_optimizer(model)
+        if self.args.sigma_update != "optimizer":
+            return optimizer
         rho = self.posterior.rho
         if not any(parameter is rho for group in optimizer.param_groups for parameter in group["params"]):
             if self._is_sharded():  # optimisers do not take sharded and whole parameters at once
@@ -139,9 +143,9 @@ class DEELBoTrainer(FineTuningTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
             finite = torch.isfinite(loss)
             if self.accelerator.sync_gradients:
-                self.posterior.complete_gradients(self._loss_scale())
+                product = self.posterior.complete_gradients(self._loss_scale())
                 if self.accelerator.scaler is None:  # with a scaler an overflow is expected, and skips the step
-                    finite &= torch.isfinite(self.posterior.rho.grad)  # <g, eps> is as finite as g
+                    finite &= torch.isfinite(product)  # <g, eps> is as finite as g
         if not finite:  # the host waits for it here, as it would right after for `Trainer`'s own look at the loss
             values = {"lambda": self.posterior.lambda_, "tau": self.posterior.tau, "sigma": self.posterior.sigma}
             self._raise_non_finite(loss, ", ".join(f"{name}={float(value):.4g}" for name, value in values.items()))
@@ -168,8 +172,9 @@ class DEELBoTrainer(FineTuningTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip over all parameters with rho."""
-        parameters = [*model.parameters(), self.posterior.rho]
+        """Clip over all parameters, with rho where the optimiser learns it."""
+        rho = [self.posterior.rho] if self.args.sigma_update == "optimizer" else []
+        parameters = [*model.parameters(), *rho]
         return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
 
     def _parts_of_loss(self, nll: float) -> dict[str, float]:

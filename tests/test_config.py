@@ -1,9 +1,10 @@
 import json
 import math
+from dataclasses import fields
 
 import pytest
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from hf_deelbo import DEELBoConfig
 
@@ -12,13 +13,34 @@ def parse(*arguments: str) -> DEELBoConfig:
     return HfArgumentParser(DEELBoConfig).parse_args_into_dataclasses(["--use_cpu", *arguments])[0]
 
 
-def test_defaults_are_those_of_the_paper(tmp_path):
-    config = DEELBoConfig(str(tmp_path), use_cpu=True)
+def test_what_trainer_has_too_keeps_its_defaults(tmp_path):
+    """Whoever changes two class names keeps optimiser, learning rate, schedule and batches."""
+    own = {field.name for field in fields(DEELBoConfig)} - {field.name for field in fields(TrainingArguments)}
+    ours, theirs = (kind(str(tmp_path), use_cpu=True).to_dict() for kind in (DEELBoConfig, TrainingArguments))
+    assert {name: value for name, value in ours.items() if name not in own} == theirs
+    assert (ours["prior"], ours["kappa"], ours["sigma_update"]) == ("l2-sp", "auto", "closed-form")
+    assert (ours["num_eval_samples"], ours["num_elbo_samples"], ours["head_names"]) == (0, 10, None)
+
+
+def test_the_paper(tmp_path):
+    config = DEELBoConfig.paper(str(tmp_path), use_cpu=True)
     assert (config.prior, config.kappa, config.init_sigma) == ("l2-sp", "auto", 1e-4)
-    assert (config.num_eval_samples, config.num_elbo_samples, config.head_names) == (0, 10, None)
+    assert (config.sigma_update, config.grouping) == ("optimizer", "all")
     assert (config.optim, config.optim_args) == ("sgd", "momentum=0.9,nesterov=True")
     assert (config.lr_scheduler_type, config.max_grad_norm, config.weight_decay) == ("cosine", 1.0, 0.0)
     assert (config.per_device_train_batch_size, config.dataloader_drop_last) == (128, True)
+    changed = DEELBoConfig.paper(str(tmp_path), use_cpu=True, optim="adamw_torch", init_sigma=1e-2)
+    assert (changed.optim, changed.optim_args, changed.init_sigma) == ("adamw_torch", None, 1e-2)
+
+
+def test_weight_decay_is_ignored_with_one_warning(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr("hf_deelbo.config.logger.warning", messages.append)
+    config = DEELBoConfig(str(tmp_path), use_cpu=True, weight_decay=0.01)
+    assert config.weight_decay == 0
+    assert messages == [
+        "weight_decay=0.01 is ignored: delete it. The KL to the prior is the decay, and its strength is learned."
+    ]
 
 
 def test_command_line():
@@ -47,10 +69,6 @@ def test_it_survives_its_own_json(tmp_path):
     assert again.to_dict() == config.to_dict()
 
 
-def test_arguments_of_sgd_are_not_given_to_another_optimizer(tmp_path):
-    assert DEELBoConfig(str(tmp_path), optim="adamw_torch", use_cpu=True).optim_args is None
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -67,7 +85,8 @@ def test_arguments_of_sgd_are_not_given_to_another_optimizer(tmp_path):
         ("num_elbo_samples", 0, "num_elbo_samples: .* at least 1, got 0"),
         ("num_train_examples", 0, "num_train_examples: .* got 0"),
         ("num_batch_norm_examples", 1, "num_batch_norm_examples: .* got 1"),
-        ("weight_decay", 0.01, "weight_decay: must be 0, got 0.01. The KL"),
+        ("sigma_update", "newton", "sigma_update: unknown value 'newton'; choose one of closed-form, optimizer"),
+        ("grouping", "neuron", "grouping: unknown value 'neuron'; choose one of all, part, layer, tensor"),
         ("label_smoothing_factor", 0.1, "label_smoothing_factor: must be 0"),
         ("bf16_full_eval", True, "bf16_full_eval: 16-bit weights"),
         ("optim", "adalomo", "inside the backward pass"),

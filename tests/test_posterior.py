@@ -13,7 +13,7 @@ from hf_deelbo.modeling import backbone_of, head_parameter_names
 
 def make_posterior(kind: str = "vit", **kwargs) -> GaussianPosterior:
     model = make_model(kind)
-    defaults = {"init_sigma": 0.05, "num_examples": 24}
+    defaults = {"sigma_update": "optimizer", "init_sigma": 0.05, "num_examples": 24}
     return GaussianPosterior(model, head_parameter_names(model), **(defaults | kwargs))
 
 
@@ -61,7 +61,7 @@ class TestParameters:
     def test_a_frozen_part_has_no_kl(self, part):
         model = make_model("vit")
         (model.vit if part == "backbone" else model.classifier).requires_grad_(False)
-        posterior = GaussianPosterior(model, head_parameter_names(model), num_examples=24)
+        posterior = GaussianPosterior(model, head_parameter_names(model), num_examples=24, sigma_update="optimizer")
         assert getattr(posterior.kl, part) == 0
         with posterior.sampled(0):
             model(**batch(), labels=torch.zeros(8, dtype=torch.long)).loss.backward()
@@ -174,51 +174,6 @@ class TestSampled:
         torch.testing.assert_close(samples.std(0), torch.full((2, 3), 0.3), rtol=0.1, atol=0)
 
 
-class TestAtSigma:
-    def test_all_is_as_for_a_posterior_with_that_sigma_and_comes_back_to_the_bit(self):
-        posterior = make_posterior("resnet", init_sigma=1e-3)
-        start = {name: mean.clone() for name, mean in posterior.backbone.items()}
-        for parameter in posterior.parameters().values():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-        posterior.update_prior_variances()
-        posterior.recompute_batch_norm([batch("resnet")], num_samples=1)
-        before, statistics, kl = copy.deepcopy(posterior.state_dict()), posterior.sample_statistics[0], posterior.kl
-
-        other = make_posterior("resnet", init_sigma=0.2, prior=IsotropicPrior(start, mean=start))
-        other.model.load_state_dict(posterior.model.state_dict())
-        other.update_prior_variances()
-        with posterior.at_sigma(0.2):
-            assert float(posterior.sigma) == pytest.approx(0.2)
-            assert (posterior.lambda_, posterior.tau, posterior.kl) == (other.lambda_, other.tau, other.kl)
-            assert posterior.sample_statistics == {}  # those of another sample
-            with posterior.sampled(0), other.sampled(0):
-                for name, weight in posterior.parameters().items():
-                    assert torch.equal(weight, other.parameters()[name])
-        assert all(torch.equal(tensor, before[name]) for name, tensor in posterior.state_dict().items())
-        assert posterior.kl == kl
-        assert posterior.sample_statistics[0] is statistics
-
-    def test_it_comes_back_when_the_body_raises(self):
-        posterior = make_posterior()
-        rho = posterior.rho.item()
-        with pytest.raises(KeyError), posterior.at_sigma(0.2):
-            raise KeyError
-        assert posterior.rho.item() == rho
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-    def test_a_bad_sigma(self, value):
-        posterior = make_posterior()
-        with pytest.raises(ValueError, match="sigma: must be a positive number"), posterior.at_sigma(value):
-            pass
-        assert float(posterior.sigma) == pytest.approx(0.05)
-
-    def test_not_while_the_model_holds_a_sample(self):
-        posterior = make_posterior()
-        with posterior.sampled(0), pytest.raises(RuntimeError, match="at_sigma"), posterior.at_sigma(0.2):
-            pass
-        assert float(posterior.sigma) == pytest.approx(0.05)
-
-
 class TestGradients:
     @pytest.mark.usefixtures("each_kind_of_device")
     @pytest.mark.parametrize("prior", ["l2-zero", "l2-sp"])
@@ -230,7 +185,9 @@ class TestGradients:
         starts_at_mu = prior == "l2-sp"
         mu = {name: starts_at_mu * p.detach().double() for name, p in backbone.items()}
         the_prior = IsotropicPrior.l2_sp(backbone) if starts_at_mu else IsotropicPrior.l2_zero(backbone)
-        posterior = GaussianPosterior(model, names, the_prior, init_sigma=0.05, kappa=3.0, num_examples=24)
+        posterior = GaussianPosterior(
+            model, names, the_prior, sigma_update="optimizer", init_sigma=0.05, kappa=3.0, num_examples=24
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
@@ -265,7 +222,14 @@ class TestGradients:
         """With tensors so large that torch would share one among its threads, in the backbone and in the head."""
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(600, 700), nn.Linear(700, 300))
-        posterior = GaussianPosterior(model, ["1.weight", "1.bias"], init_sigma=0.05, num_examples=24)
+        posterior = GaussianPosterior(
+            model,
+            ["1.weight", "1.bias"],
+            grouping="tensor",
+            sigma_update="optimizer",
+            init_sigma=0.05,
+            num_examples=24,
+        )
         gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data.add_(0.01 * torch.randn_like(parameter))

@@ -35,6 +35,10 @@ def make_case(kind: str):
         return IsotropicPrior.l2_zero(w0), torch.zeros(size).double(), torch.eye(size).double()
     if kind == "l2-sp":
         return IsotropicPrior.l2_sp(w0), flat(w0), torch.eye(size).double()
+    if kind == "scaled":
+        scales = {"conv.weight": 0.3, "conv.bias": 2.0, "scale": 5.0}
+        r = flat({name: scales[name] * torch.ones_like(tensor) for name, tensor in w0.items()})
+        return IsotropicPrior(w0, mean=w0, scales=scales), flat(w0), torch.diag(r)
     diagonal = {name: tensor.abs() for name, tensor in random_tensors(2).items()}
     deviations = random_tensors(3, 5)
     q = flat(deviations, leading=1).T
@@ -42,7 +46,7 @@ def make_case(kind: str):
     return LowRankPrior(w0, diagonal, deviations, eps=0.1), flat(w0), covariance
 
 
-@pytest.fixture(params=["l2-zero", "l2-sp", "low-rank"])
+@pytest.fixture(params=["l2-zero", "l2-sp", "scaled", "low-rank"])
 def case(request, each_kind_of_device):
     return make_case(request.param)
 

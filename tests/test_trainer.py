@@ -556,12 +556,16 @@ class TestCompany:
         trainer.train()
         assert trainer.posterior.rho in trainer.optimizer.state
 
-    def test_weight_decay_in_their_optimizer_is_refused(self, make_trainer):
-        model = make_model("vit")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
-        trainer = make_trainer(model=model, trainer={"optimizers": (optimizer, None)})
-        with pytest.raises(ValueError, match=r"weight_decay must be 0, got 0.0001"):
-            trainer.train()
+    def test_weight_decay_in_their_optimizer_is_ignored_with_a_warning(self, make_trainer, monkeypatch):
+        messages, learned = [], []
+        monkeypatch.setattr("hf_deelbo.fine_tuning.logger.warning", messages.append)
+        for weight_decay in (0.0, 0.3):
+            model = make_model("vit")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
+            make_trainer(model=model, trainer={"optimizers": (optimizer, None)}).train()
+            learned.append(model.classifier.weight.detach())
+        assert torch.equal(*learned)
+        assert ["weight_decay of 0.3 is set to 0. The KL" in message for message in messages] == [True]
 
     @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "rmsprop"])
     def test_other_optimizers_by_name(self, make_trainer, optim):
@@ -757,8 +761,9 @@ class TestPrecisionAndCompilation:
             sampled.update(
                 {name: (p.detach().clone(), p.grad.clone()) for name, p in trainer.model.named_parameters()}
             )
-            complete_gradients(*args)
+            product = complete_gradients(*args)
             sampled["rho.grad"] = posterior.rho.grad.item()
+            return product
 
         posterior.complete_gradients = look_and_complete
         variances = (posterior.lambda_.item(), posterior.tau.item())
