@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers, compute_statistics
 from .modeling import backbone_of, head_parameter_names
+from .objective import kl_annealing
 from .priors import LowRankPrior, checksum
 from .swag import SWAGMoments
 
@@ -32,7 +33,7 @@ SWAG_SCHEDULES = ("constant", "constant_with_warmup", "cosine_with_restarts")
 
 
 class PriorVarianceCallback(TrainerCallback):
-    """Sets sigma, lambda and tau to their optimum before each optimiser step, and lambda, tau when training ends.
+    """Sets sigma, lambda and tau to their optimum before each optimiser step, and when training ends.
 
     Says so if at the end the prior holds the weights where they were. `DEELBoTrainer` adds it by itself.
 
@@ -54,7 +55,10 @@ class PriorVarianceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """sigma*, lambda* and tau* at the w_bar that the step starts from."""
-        self.trainer.posterior.update_variances()
+        posterior = self.trainer.posterior
+        epochs = (state.global_step + 1) * _examples_of_a_step(args) / posterior.num_examples
+        posterior.kl_annealing = kl_annealing(epochs, args.kl_warmup_epochs)
+        posterior.update_variances()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -67,8 +71,8 @@ class PriorVarianceCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """lambda*, tau* at what was learned."""
-        self.trainer.posterior.update_prior_variances()
+        """sigma*, lambda* and tau* at what was learned."""
+        self.trainer.posterior.settle()
         self._warn_if_the_prior_holds(args)
 
     def _warn_if_the_prior_holds(self, args: TrainingArguments) -> None:
@@ -90,6 +94,10 @@ class PriorVarianceCallback(TrainerCallback):
             f"lambda={lambda_:.3g} is no more than sigma^2, with kappa={posterior.kappa:.4g} and sigma={sigma:.3g}. "
             f"To let them learn, {advice}."
         )
+
+
+def _examples_of_a_step(args: TrainingArguments) -> int:
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def _halves(items: list) -> tuple[list, list]:

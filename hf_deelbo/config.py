@@ -159,6 +159,8 @@ class DEELBoConfig(FineTuningConfig):
         grouping: what shares a sigma and a prior variance: `"all"` has one sigma, one lambda (backbone) and one tau
             (head), `"part"` a sigma for backbone and head, `"layer"` and `"tensor"` both for each of these.
         init_sigma: where sigma starts.
+        kl_warmup_epochs: in so many epochs the KL's weight grows to its full, slowly at first. In the first passes
+            over the data there is little to overfit, and noise and prior only slow what is learned.
 
     Evaluation
 
@@ -187,6 +189,9 @@ class DEELBoConfig(FineTuningConfig):
         default="all", metadata={"help": f"What shares a sigma and a prior variance: {', '.join(GROUPINGS)}."}
     )
     init_sigma: float = field(default=1e-3, metadata={"help": "Where the posterior's standard deviation starts."})
+    kl_warmup_epochs: float = field(
+        default=3.0, metadata={"help": "Epochs in which the KL's weight grows to its full; 0 for none."}
+    )
 
     num_eval_samples: int = field(
         default=0, metadata={"help": "Weight samples averaged by evaluate and predict; 0 is the posterior mean."}
@@ -209,9 +214,8 @@ class DEELBoConfig(FineTuningConfig):
             >>> DEELBoConfig.paper("outputs", learning_rate=0.1).sigma_update
             'optimizer'
         """
-        return super().paper(
-            output_dir, **({"sigma_update": "optimizer", "grouping": "all", "init_sigma": 1e-4} | kwargs)
-        )
+        own = {"sigma_update": "optimizer", "grouping": "all", "init_sigma": 1e-4, "kl_warmup_epochs": 0.0}
+        return super().paper(output_dir, **(own | kwargs))
 
     def _check_method(self) -> None:
         super()._check_method()
@@ -221,6 +225,8 @@ class DEELBoConfig(FineTuningConfig):
         if self.kappa != "auto":
             self.kappa = positive_number("kappa", self.kappa, or_else=' or "auto" (D/N)')
         self.init_sigma = positive_number("init_sigma", self.init_sigma)
+        if not (math.isfinite(self.kl_warmup_epochs) and self.kl_warmup_epochs >= 0):
+            raise ValueError(f"kl_warmup_epochs: must be a number of at least 0, got {self.kl_warmup_epochs!r}.")
         self._check_counts(num_eval_samples=0, num_elbo_samples=1, num_saved_samples=0)
 
 

@@ -19,9 +19,9 @@ class Curvature:
         T_hat = sum_k v_k <g_k, w_k - w_bar_k> / sigma_k^2,   v_k ~ beta^age sigma_k^2,   sum_k v_k = 1
         error^2 = sum_k v_k^2 |g_k|^2 / sigma_k^2
 
-    where all earlier steps together weigh no more than if their sigma had been the present one. As T is positive, where
-    the error is larger than T_hat it counts instead: `mean` is the mean of N(T_hat, error^2) above zero. As long as
-    nothing is known about T, it is therefore large, and sigma grows only as far as the signal has been seen.
+    where all earlier steps together weigh no more than if their sigma had been the present one. As T is positive,
+    where the error is larger than T_hat it counts instead: `mean` is the mean of N(T_hat, error^2) above zero. As long
+    as nothing is known about T, it is therefore large, and sigma grows only as far as the signal has been seen.
 
     Args:
         like: its shape, type and device, a number for each group.

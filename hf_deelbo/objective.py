@@ -5,11 +5,8 @@ J = kappa * E_q[ sum_i log p(y_i | w, V) ] - KL(q(w) || p(w)) - KL(q(V) || p(V))
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 import torch
-
-Number = TypeVar("Number", float, torch.Tensor)
 
 
 def default_kappa(num_parameters: int, num_examples: int) -> float:
@@ -115,8 +112,9 @@ def shared_posterior_variance(curvature: torch.Tensor, distance: torch.Tensor, w
         weight: c_g, a vector.
 
     Example:
-        >>> shared_posterior_variance(torch.tensor(6.0), torch.full((2,), 0.5), torch.full((2,), 9.0))
-        tensor(1.0000)
+        >>> s = shared_posterior_variance(torch.tensor(6.0), torch.full((2,), 0.5), torch.full((2,), 9.0))
+        >>> round(s.item(), 4)
+        1.0
     """
     log_s = optimal_posterior_variance(curvature, distance.max(), weight.sum()).log()
     for _ in range(34):  # 3^-34 is below float64's resolution
@@ -125,14 +123,17 @@ def shared_posterior_variance(curvature: torch.Tensor, distance: torch.Tensor, w
     return log_s.exp()
 
 
-def training_loss(nll: Number, kl: Number, kappa: float, num_examples: int) -> Number:
-    """What training minimises: `-J / (kappa N)`, with the mean negative log likelihood of an example, `nll`.
+def kl_annealing(epochs: float, warmup_epochs: float) -> float:
+    """The part of the KL's weight that is in force after so many epochs, `min(1, epochs / warmup_epochs)^4`.
+
+    In the first passes over the data there is little to overfit, and noise and prior only slow what is learned. While
+    s is far above d2, sigma* grows in proportion to the epochs.
 
     Example:
-        >>> training_loss(nll=2.0, kl=1000.0, kappa=50.0, num_examples=100)
-        2.2
+        >>> kl_annealing(1.5, warmup_epochs=3.0), kl_annealing(4.0, warmup_epochs=3.0), kl_annealing(0.1, 0.0)
+        (0.0625, 1.0, 1.0)
     """
-    return nll + kl / (kappa * num_examples)
+    return min(1.0, epochs / warmup_epochs) ** 4 if warmup_epochs else 1.0
 
 
 @dataclass(frozen=True)

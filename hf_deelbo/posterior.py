@@ -25,10 +25,13 @@ from .modeling import (
     TASK_OF,
     auto_class_of,
     gradients_of,
+    has_adapters,
     in_eval_mode,
     parameters_by_name,
     point_to,
+    source_of,
     values_of,
+    why_not_loadable,
 )
 from .noise import write_noisy_block
 from .objective import (
@@ -44,7 +47,7 @@ from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
 
-# sigma^2 is at most so many times larger or smaller after a step
+# sigma^2 is at most so many times larger or smaller before the next step
 MOST_CHANGE = 4.0
 
 
@@ -75,6 +78,7 @@ class GaussianPosterior(Shareable):
         prior, head_prior: p(w) and p(V), up to lambda and tau.
         lambda_, tau: prior variances, as set by the last `update_prior_variances`.
         kl: KL of backbone and head at that moment.
+        kl_annealing: the part of the KL's weight that is in force; 1 but in training.
         de_elbo: J as the trainer measured it at the present means, or `None`.
         is_sampled: whether the model holds a weight sample now.
         num_parameters: D.
@@ -126,6 +130,7 @@ class GaussianPosterior(Shareable):
         self._blocks = blocks_of(parameters, groups=[group.parameters for group in self.groups])
         self.num_parameters = self.prior.num_parameters + self.head_prior.num_parameters
         self.num_examples = num_examples
+        self.kl_annealing = 1.0
         self.kappa = self._resolve_kappa(kappa)
 
         device = next(iter(parameters.values())).device
@@ -203,13 +208,13 @@ class GaussianPosterior(Shareable):
 
     @property
     def kl_weight(self) -> float:
-        """1 / (kappa N), the weight of the KL in the training loss."""
+        """1 / (kappa N), the weight of the KL in the training loss; times `kl_annealing` while that is below 1."""
         if self.num_examples is None:
             raise ValueError(
                 "num_examples: the KL's weight 1/(kappa N) needs N, the size of the training set. Give the trainer a "
                 "`train_dataset` with a length, or set `num_train_examples`."
             )
-        return 1 / (self.kappa * self.num_examples)
+        return self.kl_annealing / (self.kappa * self.num_examples)
 
     def __repr__(self) -> str:
         numbers = {"sigma": self.sigma, "lambda_": self.lambda_, "tau": self.tau}
@@ -219,15 +224,23 @@ class GaussianPosterior(Shareable):
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update_variances(self) -> None:
-        """Before a step: set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
+    def update_variances(self, most_change: float = MOST_CHANGE) -> None:
+        """Set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
 
         Where the optimiser learns rho, sigma is left to it.
+
+        Args:
+            most_change: by what factor sigma^2 may change.
         """
         distances = self._distances()
         if self.curvature is not None:
-            self._update_sigma(distances)
+            self._update_sigma(distances, most_change)
         self._update_prior_variances(distances)
+
+    def settle(self) -> None:
+        """sigma, lambda and tau at their optimum for the present means, with all the weight of the KL."""
+        self.kl_annealing = 1.0
+        self.update_variances(most_change=math.inf)
 
     @torch.no_grad()
     def update_prior_variances(self) -> None:
@@ -254,14 +267,14 @@ class GaussianPosterior(Shareable):
             )
         return _joined(prior.mahalanobis(prior.own(weights)) for prior in self._priors)
 
-    def _update_sigma(self, distances: torch.Tensor) -> None:
+    def _update_sigma(self, distances: torch.Tensor, most_change: float) -> None:
         """sigma* of each group, or of all of them together; where nothing is known yet it stays."""
         curvature, distance = self.curvature.mean(), distances / self._of_priors("trace_inverse")
         weight = self.kl_weight * self._of_priors("group_sizes")
         best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
         variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
-        variance = torch.where(torch.isfinite(variance), variance, present)
-        variance = variance.clamp(present / MOST_CHANGE, present * MOST_CHANGE)
+        variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
+        variance = variance.clamp(present / most_change, present * most_change)
         self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
 
     def _update_prior_variances(self, distances: torch.Tensor) -> None:
@@ -505,9 +518,10 @@ class GaussianPosterior(Shareable):
         self.forget_evaluations()
 
     def save_pretrained(self, folder: str | os.PathLike, processing_class: Any = None) -> None:
-        """Save it as a transformers repository of the posterior mean, with two files of ours; see `hub`.
+        """Save it as a transformers repository of the posterior mean, with two files of ours; see `posterior_files`.
 
-        A crash or a full disk leaves what was in the folder before.
+        Of a model with adapters (peft's), the adapters are saved; their base model is loaded again from where it came
+        from. A crash or a full disk leaves what was in the folder before.
 
         Args:
             folder: where; made if need be. Other files there are kept.
@@ -522,12 +536,8 @@ class GaussianPosterior(Shareable):
             ```
         """
         self._forbid_while_sampled("save_pretrained")
-        if auto_class_of(self.model) is None:
-            raise ValueError(
-                f"save_pretrained: {class_of(self.model).__name__} is no transformers classifier of images or text, "
-                "and could not be loaded again by name. Wrap a timm model (`TimmWrapperForImageClassification`), "
-                "merge adapters, or keep `state_dict()`."
-            )
+        if reason := why_not_loadable(self.model):
+            raise ValueError(f"save_pretrained: {reason}.")
         with self.new_files_of(folder) as new:
             self.model.save_pretrained(new)
             if processing_class is not None:
@@ -543,12 +553,12 @@ class GaussianPosterior(Shareable):
 
     def card_data(self) -> PosteriorCardData:
         """What a model card tells of it."""
-        config = self.model.config
+        base_model, revision = source_of(self.model)
         return PosteriorCardData(
             task=TASK_OF[auto_class_of(self.model)],
-            base_model=config.name_or_path or None,
-            base_model_revision=getattr(config, "_commit_hash", None),
-            num_classes=config.num_labels,
+            base_model=base_model,
+            base_model_revision=revision,
+            num_classes=self.model.config.num_labels,
             num_examples=self.num_examples,
             num_parameters=self.num_parameters,
             prior=self.prior.config["kind"],
@@ -556,8 +566,11 @@ class GaussianPosterior(Shareable):
             lambda_=float(self.lambda_),
             tau=float(self.tau),
             sigma=float(self.sigma),
+            sigma_update=self.sigma_update,
+            groups=self.group_table(),
+            has_adapters=has_adapters(self.model),
             de_elbo=self.de_elbo and self.de_elbo.to_dict(),
-            versions=library_versions(),
+            versions=library_versions(*(["peft"] if has_adapters(self.model) else [])),
         )
 
     def _write_card(self, folder: str | os.PathLike, repo_id: str | None, **kwargs: Any) -> None:
@@ -565,8 +578,36 @@ class GaussianPosterior(Shareable):
         save_card(folder, replace(self.card_data(), repo_id=repo_id))
 
     @classmethod
-    def _read(cls, folder: Path, trust_remote_code: bool = False) -> Self:
-        return read_posterior(folder, cls, trust_remote_code)
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike,
+        *,
+        base_model: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        local_files_only: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """What was saved, from a folder or from the Hub.
+
+        Every file is checked against its hash, every number against the tensors; nothing is unpickled.
+
+        Args:
+            name_or_path: a folder, or an id on the Hub.
+            base_model: where the base model of adapters is, a folder or an id, if it was moved. Its weights must be
+                those that they were trained on.
+            token, cache_dir, local_files_only: as everywhere in `huggingface_hub`, for the base model too.
+            **kwargs: `revision`, `force_download`; `trust_remote_code=True` lets the model run code that comes with
+                it.
+        """
+        hub_options = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        return super().from_pretrained(
+            name_or_path, **hub_options, **kwargs, base_model=base_model, hub_options=hub_options
+        )
+
+    @classmethod
+    def _read(cls, folder: Path, trust_remote_code: bool = False, **of_base: Any) -> Self:
+        return read_posterior(folder, cls, trust_remote_code, **of_base)
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from .hub import push_folder
 from .metrics import METRICS
 from .model_card import PosteriorCardData, save_card
 from .modeling import auto_class_of, head_parameter_names, in_eval_mode
-from .objective import DEELBo, training_loss
+from .objective import DEELBo
 from .posterior import GaussianPosterior
 from .posterior_files import read_state, write_posterior
 from .priors import GaussianPrior
@@ -160,15 +160,14 @@ class DEELBoTrainer(FineTuningTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """In train mode the DE ELBo as a loss, NLL + KL / (kappa N); in eval mode the NLL alone.
 
-        The NLL is the mean over the batch. The KL is that of the present lambda and tau; its gradient, and that of
-        rho, is added in closed form by `training_step`.
+        The NLL is the mean over the batch. The KL is that of the present lambda and tau, with as much of its weight as
+        is in force (`kl_warmup_epochs`); its gradient is added in closed form by `training_step`.
         """
         nll, outputs = self._mean_nll_of_batch(model, inputs)
         if not model.training:
             return (nll, outputs) if return_outputs else nll
         posterior = self.posterior
-        kl = (posterior.kl.backbone + posterior.kl.head).to(nll.dtype)
-        loss = training_loss(nll, kl, posterior.kappa, posterior.num_examples)
+        loss = nll + posterior.kl_weight * (posterior.kl.backbone + posterior.kl.head).to(nll.dtype)
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -449,7 +448,7 @@ class DEELBoTrainer(FineTuningTrainer):
     def load_checkpoint(self, checkpoint: str) -> None:
         """Load the weights, the posterior and the logs of a checkpoint, to use them without training on."""
         super().load_checkpoint(checkpoint)
-        self.posterior.update_prior_variances()
+        self.posterior.settle()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """`Trainer`'s files and the posterior's, all of them or none; its pickled arguments are left out."""

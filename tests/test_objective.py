@@ -10,7 +10,6 @@ from hf_deelbo.objective import (
     gaussian_kl,
     kl_gradient_of_sigma,
     optimal_variance,
-    training_loss,
 )
 
 
@@ -65,12 +64,10 @@ def test_no_parameters_no_kl():
     assert kl == 0
 
 
-def test_the_training_loss_is_minus_j_over_kappa_n():
+def test_j_is_the_weighted_likelihood_minus_the_kl():
     parts = DEELBo(nll=0.7, kl_backbone=120.0, kl_head=3.0, kappa=default_kappa(4000, 80), num_examples=80)
     assert parts.kappa == 50
     assert parts.value == pytest.approx(50 * 80 * -0.7 - 123)
-    loss = training_loss(0.7, 123.0, parts.kappa, 80)
-    assert loss == pytest.approx(-parts.value / (50 * 80))
 
 
 def test_to_dict_is_plain_numbers():

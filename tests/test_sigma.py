@@ -216,7 +216,8 @@ class Reference:
         self.groups = [group.parameters for group in trainer.posterior.groups]
         self.is_shared = trainer.args.grouping == "all"
         self.sizes = np.array([sum(self.w_bar[name].numel() for name in names) for names in self.groups])
-        self.kappa_n = trainer.posterior.kappa * len(trainer.train_dataset)
+        self.num_examples = len(trainer.train_dataset)
+        self.kappa_n = trainer.posterior.kappa * self.num_examples
         self.s = np.full(1 if self.is_shared else len(self.groups), trainer.args.init_sigma**2)
         self.seen = []  # of each step, by sigma: <g, w - w_bar>, |g|^2, s
         self.optimizer = torch.optim.SGD(self.w_bar.values(), lr=trainer.args.learning_rate)
@@ -235,16 +236,27 @@ class Reference:
         )
         return truncnorm.mean(-mean / error, np.inf, loc=mean, scale=error)
 
+    def update_s(self, distances: np.ndarray, kl_weight: float, most_change: float) -> None:
+        d2, c = distances / self.sizes, self.sizes * kl_weight
+        for i in range(len(self.s)):
+            mine, curvature = slice(None) if self.is_shared else slice(i, i + 1), self.curvature(i)
+
+            def excess(log_s: float, mine=mine, curvature=curvature) -> float:
+                s = math.exp(log_s)
+                return math.log(np.sum(c[mine] * d2[mine] / (s * (s + d2[mine]))) / curvature)
+
+            best = math.exp(brentq(excess, -60, 20, xtol=1e-13))
+            self.s[i] = min(max(best, self.s[i] / most_change), self.s[i] * most_change)
+
+    def distances(self) -> np.ndarray:
+        return self.by_group(lambda n: (self.w_bar[n].detach() - self.mu[n]).square().sum().item())
+
     def step(self, batch: dict, step: int) -> None:
-        distances = self.by_group(lambda n: (self.w_bar[n].detach() - self.mu[n]).square().sum().item())
+        epochs = (step + 1) * self.args.train_batch_size / self.num_examples
+        kl_weight = min(1, epochs / self.args.kl_warmup_epochs) ** 4 / self.kappa_n
+        distances = self.distances()
         if self.seen:
-            d2, c = distances / self.sizes, self.sizes / self.kappa_n
-            for i in range(len(self.s)):
-                mine = slice(None) if self.is_shared else slice(i, i + 1)
-                slope = lambda log_s: np.sum(c[mine] * d2[mine] / (math.exp(log_s) * (math.exp(log_s) + d2[mine])))  # noqa: B023, E731
-                curvature = self.curvature(i)
-                best = math.exp(brentq(lambda x: math.log(slope(x) / curvature), -60, 20, xtol=1e-13))  # noqa: B023
-                self.s[i] = min(max(best, self.s[i] / 4), self.s[i] * 4)
+            self.update_s(distances, kl_weight, most_change=4)
         s = np.broadcast_to(self.s, len(self.groups))
         variances = s + distances / self.sizes
         sigma = {name: math.sqrt(s[i]) for i, names in enumerate(self.groups) for name in names}
@@ -264,7 +276,7 @@ class Reference:
             sums = [x.sum(keepdims=True) for x in sums]
         self.seen.append((*sums, self.s.copy()))
         for name, p in self.w_bar.items():
-            p.grad += (p.detach() - self.mu[name]) / (variance[name] * self.kappa_n)
+            p.grad += kl_weight * (p.detach() - self.mu[name]) / variance[name]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -284,6 +296,7 @@ def test_training_is_that_of_the_reference(make_trainer, kind, grouping):
         sigma_update="closed-form",
         grouping=grouping,
         init_sigma=0.01,
+        kl_warmup_epochs=1.9,
         kappa=20,
         max_steps=steps,
         optim="sgd",
@@ -295,6 +308,7 @@ def test_training_is_that_of_the_reference(make_trainer, kind, grouping):
     trainer.train()
     for step in range(steps):
         reference.step(recorder.batches[step], step)
+    reference.update_s(reference.distances(), 1 / reference.kappa_n, most_change=math.inf)
     found = trainer.posterior.sigmas.numpy()
     # attention does not depend on the bias of its keys: what is left of their gradient is rounding
     has_gradient = (
