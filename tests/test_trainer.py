@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 
 import datasets
@@ -443,10 +444,42 @@ class TestEvaluation:
         assert torch.equal(plain.posterior.rho, evaluated.posterior.rho)
 
 
+CLOSED_FORM = {"sigma_update": "closed-form", "grouping": "layer", "kl_warmup_epochs": 4.5, "optim": "adamw_torch"}
+
+
+class TestThePriorHolds:
+    """Training that stands still because the prior holds the weights is said once, with what to do."""
+
+    def warnings_of(self, make_trainer, monkeypatch, **settings) -> list[str]:
+        messages = []
+        monkeypatch.setattr("hf_deelbo.callbacks.logger.warning", messages.append)
+        trainer = make_trainer(max_steps=40, optim="adamw_torch", per_device_train_batch_size=24, **settings)
+        trainer.train()
+        return messages
+
+    @pytest.mark.parametrize(
+        ("settings", "advice"),
+        [
+            ({"init_sigma": 1e-4, "learning_rate": 1e-5}, r'sigma_update="closed-form"'),
+            ({"sigma_update": "closed-form", "kappa": 0.1, "learning_rate": 1e-4}, r'kappa at "auto"'),
+            ({"sigma_update": "closed-form", "learning_rate": 1e-9}, "larger learning_rate than 1e-09"),
+        ],
+    )
+    def test_it_is_said(self, make_trainer, monkeypatch, settings, advice):
+        (message,) = self.warnings_of(make_trainer, monkeypatch, **settings)
+        assert message.startswith("The prior holds the weights: the NLL of training stood still (")
+        assert re.search(advice, message)
+
+    @pytest.mark.parametrize("sigma_update", ["closed-form", "optimizer"])
+    def test_not_where_something_is_learned(self, make_trainer, monkeypatch, sigma_update):
+        assert self.warnings_of(make_trainer, monkeypatch, sigma_update=sigma_update, learning_rate=1e-2) == []
+
+
 class TestResume:
+    @pytest.mark.parametrize("sigma", [{}, CLOSED_FORM], ids=["optimizer", "closed form"])
     @pytest.mark.parametrize("kind", ["vit", "resnet"])
-    def test_ten_and_ten_steps_are_twenty_to_the_bit(self, make_trainer, kind, tmp_path, snapshot, assert_same):
-        settings = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10, "logging_steps": 1}
+    def test_ten_and_ten_steps_are_twenty_to_the_bit(self, make_trainer, kind, sigma, tmp_path, snapshot, assert_same):
+        settings = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10, "logging_steps": 1} | sigma
         whole = make_trainer(kind, **settings, output_dir=str(tmp_path / "whole"))
         whole.train()
 
@@ -460,9 +493,8 @@ class TestResume:
         assert second.state.global_step == 20
         assert_same(snapshot(whole.model), snapshot(second.model))
         assert_same(whole.posterior.state_dict(), second.posterior.state_dict())
-        buffers = [
-            [state["momentum_buffer"] for state in trainer.optimizer.state.values()] for trainer in (whole, second)
-        ]
+        name = "exp_avg" if sigma else "momentum_buffer"
+        buffers = [[state[name] for state in trainer.optimizer.state.values()] for trainer in (whole, second)]
         assert all(torch.equal(one, other) for one, other in zip(*buffers, strict=True))
         keys = ("loss", "nll", "lambda", "tau", "sigma", "kl_backbone")
         lines = [
@@ -808,6 +840,32 @@ class TestPrecisionAndCompilation:
         assert rhos[1][0] != start[0]
         assert math.isfinite(rhos[1][0])
         assert torch.isfinite(rhos[1][1]).all()
+
+    def test_an_overflow_tells_nothing_of_the_curvature(self, make_trainer, monkeypatch):
+        trainer = make_trainer(max_steps=3, sigma_update="closed-form", grouping="part")
+        sums, gradients_are_finite = [], iter([True, False, True])
+
+        class AsInFp16(TrainerCallback):
+            def on_train_begin(self, *args, **kwargs):
+                trainer.accelerator.native_amp = True
+                monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+
+            def on_step_end(self, *args, **kwargs):
+                sums.append(trainer.posterior.curvature.sums.clone())
+
+        trainer.add_callback(AsInFp16())
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        trainer.model.classifier.weight.register_hook(
+            lambda gradient: gradient if next(gradients_are_finite) else gradient * math.inf
+        )
+        trainer.train()
+        assert torch.equal(sums[0], sums[1])
+        assert not torch.equal(sums[1], sums[2])
+        assert all(torch.isfinite(each).all() for each in sums)
+
+        plain = make_trainer(max_steps=1, sigma_update="closed-form", grouping="part")  # 256 is taken out again
+        plain.train()
+        torch.testing.assert_close(sums[0], plain.posterior.curvature.sums, rtol=1e-5, atol=0)
 
     def test_torch_compile(self, make_trainer):
         compiled = make_trainer(torch_compile=True, torch_compile_backend="aot_eager")
