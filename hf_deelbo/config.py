@@ -156,8 +156,9 @@ class DEELBoConfig(FineTuningConfig):
         sigma_update: how the posterior's standard deviation sigma is learned: `"closed-form"` sets it before each
             step, as lambda and tau, whatever the optimiser; `"optimizer"` is the paper's way, a parameter rho with
             sigma = softplus(rho) that the optimiser moves, which takes SGD and a large learning rate.
-        grouping: what shares a sigma and a prior variance: `"all"` has one sigma, one lambda (backbone) and one tau
-            (head), `"part"` a sigma for backbone and head, `"layer"` and `"tensor"` both for each of these.
+        grouping: what has a sigma and a prior variance of its own: each `"tensor"`, each `"layer"`, or each `"part"`,
+            backbone and head; `"all"` is the paper's, with one sigma, one lambda (backbone) and one tau (head). A
+            prior of low rank (PTYL) ties all of the backbone, which then is one group.
         init_sigma: where sigma starts.
         kl_warmup_epochs: in so many epochs the KL's weight grows to its full, slowly at first. In the first passes
             over the data there is little to overfit, and noise and prior only slow what is learned.
@@ -186,7 +187,7 @@ class DEELBoConfig(FineTuningConfig):
         default="closed-form", metadata={"help": f"How sigma is learned: {', '.join(SIGMA_UPDATES)} (the paper's)."}
     )
     grouping: str = field(
-        default="all", metadata={"help": f"What shares a sigma and a prior variance: {', '.join(GROUPINGS)}."}
+        default="tensor", metadata={"help": f"What shares a sigma and a prior variance: {', '.join(GROUPINGS)}."}
     )
     init_sigma: float = field(default=1e-3, metadata={"help": "Where the posterior's standard deviation starts."})
     kl_warmup_epochs: float = field(

@@ -42,6 +42,8 @@ def groups_of(
         >>> [group.name for group in groups_of(shapes, ["classifier.bias"], "layer")]
         ['bert.embeddings', 'bert.encoder.layer.0', 'classifier']
     """
+    if grouping not in GROUPINGS:
+        raise ValueError(f"grouping: unknown value {grouping!r}; choose one of {', '.join(GROUPINGS)}.")
     members: dict[tuple[bool, str], list[str]] = {}
     for in_head in (False, True):
         for name in shapes:

@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 
 from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
+from .config import SIGMA_UPDATES
 from .curvature import Curvature
 from .files import replaced_together
 from .groups import groups_of
@@ -59,24 +60,27 @@ class KL(NamedTuple):
 
 
 class GaussianPosterior(Shareable):
-    """A Gaussian around the trainable parameters of a model, with one standard deviation for all of them.
+    """A Gaussian around the trainable parameters of a model, with a standard deviation sigma for each group of them.
 
     The means w_bar, V_bar are the model's own parameters: outside of `sampled` the model is the posterior mean. Beside
-    them stand `rho`, with sigma = log(1 + exp(rho)), and the prior variances lambda (backbone) and tau (head). Frozen
-    parameters are constants, outside of q, the KL and D.
+    them stand, for each group, `rho`, with sigma = log(1 + exp(rho)), and a prior variance, lambda in the backbone and
+    tau in the head. Frozen parameters are constants, outside of q, the KL and D.
 
     Args:
         model: its trainable parameters are w and V.
         head_names: which of them are V, by parameter name; the rest is the backbone w.
         prior: p(w) up to lambda, over the backbone; default L2-SP at the present weights. p(V) = N(0, tau I).
+        grouping, sigma_update: as in `DEELBoConfig`.
         init_sigma: where sigma starts.
         kappa: weight of the likelihood; `"auto"` is D/N.
         num_examples: N, the size of the training set; may be left out where nothing is trained.
 
     Attributes:
-        rho: a parameter for the optimiser.
+        rho: a parameter for the optimiser, where that learns sigma: one number, or one for each group.
+        groups: the `Group`s: backbone first, then head.
+        curvature: what is known of T for the closed form; `None` where the optimiser learns sigma.
         prior, head_prior: p(w) and p(V), up to lambda and tau.
-        lambda_, tau: prior variances, as set by the last `update_prior_variances`.
+        prior_variances: lambda or tau of each group, as set by the last `update_prior_variances`.
         kl: KL of backbone and head at that moment.
         kl_annealing: the part of the KL's weight that is in force; 1 but in training.
         de_elbo: J as the trainer measured it at the present means, or `None`.
@@ -110,6 +114,8 @@ class GaussianPosterior(Shareable):
     ):
         if not (math.isfinite(init_sigma) and init_sigma > 0):
             raise ValueError(f"init_sigma: must be a positive number, got {init_sigma}.")
+        if sigma_update not in SIGMA_UPDATES:
+            raise ValueError(f"sigma_update: unknown value {sigma_update!r}; choose {' or '.join(SIGMA_UPDATES)}.")
         self.model = model
         self._head_names = frozenset(head_names)
         self._is_sharded = is_sharded(model)
