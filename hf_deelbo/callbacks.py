@@ -72,7 +72,9 @@ class PriorVarianceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """sigma*, lambda* and tau* at what was learned."""
-        self.trainer.posterior.settle()
+        posterior = self.trainer.posterior
+        posterior.kl_annealing = 1.0
+        posterior.update_variances()
         self._warn_if_the_prior_holds(args)
 
     def _warn_if_the_prior_holds(self, args: TrainingArguments) -> None:

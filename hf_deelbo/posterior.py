@@ -48,8 +48,9 @@ from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
 
-# sigma^2 is at most so many times larger or smaller before the next step
-MOST_CHANGE = 4.0
+# how many times larger or smaller sigma^2 may be in the next step: while little is learned, T is near zero, and says
+# little of where it will be
+MOST_GROWTH, MOST_FALL = 1.2, 4.0
 
 
 class KL(NamedTuple):
@@ -230,23 +231,18 @@ class GaussianPosterior(Shareable):
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update_variances(self, most_change: float = MOST_CHANGE) -> None:
+    def update_variances(self, at_once: bool = False) -> None:
         """Set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
 
         Where the optimiser learns rho, sigma is left to it.
 
         Args:
-            most_change: by what factor sigma^2 may change.
+            at_once: go to the optimum of sigma; else only as far as it may change in a step.
         """
         distances = self._distances()
         if self.curvature is not None:
-            self._update_sigma(distances, most_change)
+            self._update_sigma(distances, at_once)
         self._update_prior_variances(distances)
-
-    def settle(self) -> None:
-        """sigma, lambda and tau at their optimum for the present means, with all the weight of the KL."""
-        self.kl_annealing = 1.0
-        self.update_variances(most_change=math.inf)
 
     @torch.no_grad()
     def update_prior_variances(self) -> None:
@@ -273,14 +269,15 @@ class GaussianPosterior(Shareable):
             )
         return _joined(prior.mahalanobis(prior.own(weights)) for prior in self._priors)
 
-    def _update_sigma(self, distances: torch.Tensor, most_change: float) -> None:
+    def _update_sigma(self, distances: torch.Tensor, at_once: bool) -> None:
         """sigma* of each group, or of all of them together; where nothing is known yet it stays."""
         curvature, distance = self.curvature.mean(), distances / self._of_priors("trace_inverse")
         weight = self.kl_weight * self._of_priors("group_sizes")
         best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
         variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
         variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
-        variance = variance.clamp(present / most_change, present * most_change)
+        if not at_once:
+            variance = variance.clamp(present / MOST_FALL, present * MOST_GROWTH)
         self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
 
     def _update_prior_variances(self, distances: torch.Tensor) -> None:

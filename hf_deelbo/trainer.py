@@ -448,7 +448,8 @@ class DEELBoTrainer(FineTuningTrainer):
     def load_checkpoint(self, checkpoint: str) -> None:
         """Load the weights, the posterior and the logs of a checkpoint, to use them without training on."""
         super().load_checkpoint(checkpoint)
-        self.posterior.settle()
+        self.posterior.kl_annealing = 1.0
+        self.posterior.update_variances()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """`Trainer`'s files and the posterior's, all of them or none; its pickled arguments are left out."""
