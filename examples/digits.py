@@ -39,9 +39,10 @@ def main() -> None:
     rows = []
     for name, kappa in (("DE ELBo", "auto"), ("ELBo", 1)):
         set_seed(0)
-        args = DEELBoConfig(
+        args = DEELBoConfig.paper(
             output_dir="outputs/digits",
             kappa=kappa,
+            sigma_update="closed-form",
             init_sigma=0.01,
             learning_rate=0.1,
             max_steps=300,

@@ -2,8 +2,8 @@
 
     python examples/report.py      # or `make report`
 
-It reads every `*.jsonl` of the folder `examples/results` and writes `REPORT.md` and figures there, and the part of the
-README between its two marks. The same lines give the same bytes.
+It reads what `study.py` wrote into the `*.jsonl` of the folder `examples/results`, and writes `REPORT.md` and figures
+there, and the part of the README between its two marks. The same lines give the same bytes.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_report(results: Path, readme: Path) -> None:
     """Read the lines; write figures, the report, and its summary into the README."""
     lines = {line["id"]: line for path in sorted(results.glob("*.jsonl")) for line in read_lines(path)}
-    rows = rows_of(list(lines.values()))
+    rows = rows_of([line for line in lines.values() if "method" in line["config"]])  # others are of `swap_test.py`
     compared = [row for row in rows if row.config["method"] != "deelbo-single"]
     sections = [section(list(of_task), results) for _, of_task in groupby(compared, key=lambda row: row.task)]
     swept = [row for row in rows if row.config["method"] == "deelbo-single"]

@@ -6,7 +6,8 @@
     accelerate launch examples/run_deelbo.py config.yaml            # all arguments in a file
 
 The options are those of transformers' image-classification example where it has one, all of `TrainingArguments`, and
-the method's own (`DEELBoConfig`). `--help` lists them.
+the method's own (`DEELBoConfig`). `--help` lists them. Where they are not given, images are learned by SGD as in the
+paper, and texts by AdamW as is usual for transformers (`DEFAULTS` in `hf_deelbo/runs.py`).
 """
 
 import sys
@@ -16,29 +17,33 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_deelbo import DEELBo, DEELBoConfig, DEELBoTrainer
+from hf_deelbo.baselines import LEARNING_RATES
+from hf_deelbo.config import PAPER, PAPER_SIGMA
 from hf_deelbo.files import write_json
 from hf_deelbo.hub import public_name
 from hf_deelbo.metrics import named_metrics, probabilities_of
 from hf_deelbo.model_card import save_card
 from hf_deelbo.plots import FixedPosterior, plot_elbo_comparison, plot_reliability, plot_training_curves, save_figure
 from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, parse_arguments
-from hf_deelbo.selection import METHODS, Candidate, Selection, select
+from hf_deelbo.selection import METHODS, Selection, select
 
 logger = logging.get_logger(__name__)
 
 GRID_SEARCH_RUNS = 24  # four learning rates by six penalties, of the paper's baseline, and one to train on all data
-LEARNING_RATES = [0.1, 0.01, 0.001, 0.0001]
-# sigma's start: J preferred it to the paper's 1e-4, which needs thousands of steps, in the demonstration (see README)
-DEFAULTS = {"learning_rates": LEARNING_RATES, "init_sigmas": [1e-2], "logging_steps": 10, "save_total_limit": 1}
+DEFAULTS = {"logging_steps": 10, "save_total_limit": 1}
 # the protocol of the paper; what the command line gives goes before it
 PRESETS = {
-    "paper": {
+    "paper": PAPER
+    | PAPER_SIGMA
+    | {
         "image_size": 224,
         "max_steps": 6000,
-        "per_device_train_batch_size": 128,
-        "learning_rates": LEARNING_RATES,
-        "init_sigmas": [1e-4],
+        "learning_rates": list(LEARNING_RATES),
         "selection": "full",
+        "sigma_update": "optimizer",
+        "grouping": "all",
+        "init_sigma": 1e-4,
+        "kl_warmup_epochs": 0.0,
         "num_elbo_samples": 10,
     }
 }
@@ -65,9 +70,6 @@ class RunArguments:
         default=None,
         metadata={"help": "Candidates, chosen by J on the training set; --learning_rate takes one without a choice."},
     )
-    init_sigmas: list[float] | None = field(
-        default=None, metadata={"help": "Candidates for the start of sigma, likewise; --init_sigma is one, unchosen."}
-    )
     selection: str = field(default="halving", metadata={"help": f"How to choose: {', '.join(METHODS)}."})
     num_average_samples: int = field(
         default=10, metadata={"help": "Weight samples averaged in the test, beside the posterior mean; 0 for none."}
@@ -85,7 +87,6 @@ def parse(argv: list[str]) -> Arguments:
         demo=DEMO,
         presets=PRESETS,
         output_dir="outputs/run_deelbo",
-        singular={"learning_rates": "learning_rate", "init_sigmas": "init_sigma"},
     )
     _, _, options, _ = arguments
     if options.selection not in METHODS:
@@ -96,31 +97,20 @@ def parse(argv: list[str]) -> Arguments:
 class Run(ScriptRun):
     """One run of this script."""
 
-    def make_trainer(self, candidate: Candidate, output_dir: str, **changes: Any) -> DEELBoTrainer:
+    def make_trainer(self, learning_rate: float, output_dir: str, **changes: Any) -> DEELBoTrainer:
         """A trainer with a fresh model, that pushes nothing."""
-        args = replace(
-            self.config,
-            output_dir=output_dir,
-            learning_rate=candidate.learning_rate,
-            init_sigma=candidate.init_sigma,
-            push_to_hub=False,
-            **changes,
-        )
+        args = replace(self.config, output_dir=output_dir, learning_rate=learning_rate, push_to_hub=False, **changes)
         model = self.task.load_model(args.seed)
         return DEELBoTrainer(model, args, elbo_dataset=self.task.unaugmented, **self.task.trainer_arguments)
 
     def select(self) -> tuple[DEELBoTrainer, Selection]:
-        """Train the candidates, and choose by J."""
-        candidates = [
-            Candidate(rate, sigma)
-            for rate in self.options.learning_rates or [self.config.learning_rate]
-            for sigma in self.options.init_sigmas or [self.config.init_sigma]
-        ]
-        return select(self.make_trainer, candidates, self.folder / "selection", self.options.selection)
+        """Train with the learning rates, and choose by J."""
+        rates = self.options.learning_rates or [self.config.learning_rate]
+        return select(self.make_trainer, rates, self.folder / "selection", self.options.selection)
 
-    def train_by_plain_elbo(self, candidate: Candidate) -> DEELBoTrainer:
+    def train_by_plain_elbo(self, learning_rate: float) -> DEELBoTrainer:
         """The same with kappa = 1."""
-        trainer = self.make_trainer(candidate, str(self.folder / "plain_elbo"), kappa=1, save_strategy="no")
+        trainer = self.make_trainer(learning_rate, str(self.folder / "plain_elbo"), kappa=1, save_strategy="no")
         trainer.train()
         return trainer
 
@@ -168,7 +158,7 @@ def main() -> None:
         trainer, selection = run.select()
         results = {"DE ELBo": Result.of(trainer, run.options.num_average_samples)}
         if run.options.compare_elbo:
-            results["plain ELBo"] = Result.of(run.train_by_plain_elbo(selection.best), num_samples=0)
+            results["plain ELBo"] = Result.of(run.train_by_plain_elbo(selection.best_learning_rate), num_samples=0)
     except KeyboardInterrupt:
         print(f"\nStopped. What was learned so far is in {run.folder}; the same command goes on from there.")
         sys.exit(130)
@@ -195,7 +185,7 @@ def write_results(run: Run, results: dict[str, Result], selection: Selection) ->
     for name, figure in figures.items():
         save_figure(figure, folder / "figures" / name)
     data = learned.trainer.card_data()
-    chosen_from = sorted({trial.candidate.learning_rate for trial in selection.trials}, reverse=True)
+    chosen_from = sorted({trial.learning_rate for trial in selection.trials}, reverse=True)
     card = replace(
         data,
         base_model=run.model.model_name_or_path,
@@ -232,10 +222,9 @@ def table(run: Run, results: dict[str, Result], selection: Selection) -> str:
             where = "posterior mean" if at == "mean" else "averaged over samples"
             quality = f"{metrics['accuracy']:8.1%}{metrics['nll']:8.3f}{metrics['ece']:8.3f}"
             lines.append(f"{learned if at == 'mean' else '':{len(learned)}}   {where:22}{quality}")
-    chosen = f"learning rate {selection.best.learning_rate:g}, sigma from {selection.best.init_sigma:g}"
     lines += [
         "",
-        f"Chosen by J, without a validation set: {chosen}.",
+        f"Chosen by J, without a validation set: learning rate {selection.best_learning_rate:g}.",
         f"This took {selection.runs:.2f} runs; the paper's grid search takes {GRID_SEARCH_RUNS} and one more.",
         f"Written to {run.folder}: posterior/ (model, card and figures), metrics.json, run_config.json, selection/.",
     ]

@@ -25,6 +25,7 @@ from hf_deelbo.baselines import (
     random_search,
     tpe_search,
 )
+from hf_deelbo.config import PAPER
 from hf_deelbo.files import write_json
 from hf_deelbo.metrics import named_metrics, probabilities_of
 from hf_deelbo.plots import plot_reliability, save_figure
@@ -32,13 +33,12 @@ from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, 
 
 SEARCHES = ("grid", "random", "tpe")
 DEFAULTS = {
-    "learning_rates": list(LEARNING_RATES),
     "penalties": list(PENALTIES_OVER_N),
     "lambdas": list(LAMBDAS),
     "logging_steps": 10,
     "save_strategy": "no",
 }
-PRESETS = {"paper": {"image_size": 224, "max_steps": 6000, "per_device_train_batch_size": 128}}
+PRESETS = {"paper": PAPER | {"image_size": 224, "max_steps": 6000, "learning_rates": list(LEARNING_RATES)}}
 # the embedded demonstration: that of run_deelbo.py, with a grid of four
 DEMO = {
     "learning_rates": [0.1, 0.01],
@@ -57,7 +57,9 @@ class SearchArguments:
     preset: str | None = field(default=None, metadata={"help": f"Protocol: {', '.join(PRESETS)}."})
     search: str = field(default="grid", metadata={"help": f"How to search: {', '.join(SEARCHES)}."})
     num_trials: int = field(default=24, metadata={"help": "Settings that random and tpe try."})
-    learning_rates: list[float] | None = field(default=None, metadata={"help": "Of the grid; --learning_rate is one."})
+    learning_rates: list[float] | None = field(
+        default=None, metadata={"help": "Of the grid, and the ends of other searches; --learning_rate is one."}
+    )
     penalties: list[float] | None = field(
         default=None, metadata={"help": "alpha/N = beta/N of the grid; for ptyl beta/N = 1/(tau N)."}
     )
@@ -73,7 +75,6 @@ def parse(argv: list[str]) -> Arguments:
         demo=DEMO,
         presets=PRESETS,
         output_dir="outputs/run_grid_search",
-        singular={"learning_rates": "learning_rate"},
     )
     _, _, options, config = arguments
     if options.search not in SEARCHES:
@@ -87,17 +88,13 @@ class Run(ScriptRun):
 
     def search(self) -> tuple[MAPTrainer, SearchResult]:
         """Try the settings, and train the best on all data."""
-        options, prior = self.options, self.config.prior
-        make_trainer, folder, labels = (
-            partial(self.task.map_trainer, self.config),
-            self.folder / "search",
-            self.task.labels,
-        )
+        options, prior, make_trainer = self.options, self.config.prior, partial(self.task.map_trainer, self.config)
+        where = {"folder": self.folder / "search", "labels": self.task.labels, "seed": self.config.seed}
         if options.search == "grid":
             settings = grid(prior, options.learning_rates, options.penalties, options.lambdas)
-            return grid_search(make_trainer, settings, folder, labels, self.config.seed)
+            return grid_search(make_trainer, settings, **where)
         search = random_search if options.search == "random" else tpe_search
-        return search(make_trainer, prior, options.num_trials, folder, labels, self.config.seed)
+        return search(make_trainer, prior, options.num_trials, learning_rates=options.learning_rates, **where)
 
 
 def main() -> None:

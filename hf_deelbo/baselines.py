@@ -130,7 +130,7 @@ class MAPTrainer(FineTuningTrainer):
 
     Example:
         ```python
-        args = MAPConfig("outputs", max_steps=600, learning_rate=0.1, alpha_over_n=1e-3, beta_over_n=1e-3)
+        args = MAPConfig.paper("outputs", max_steps=600, learning_rate=0.1, alpha_over_n=1e-3, beta_over_n=1e-3)
         trainer = MAPTrainer(model, args, train_dataset=train, eval_dataset=test)
         trainer.train()
         ```
@@ -322,7 +322,9 @@ def grid(
     return [Setting(rate, alpha_over_n=penalty, beta_over_n=penalty) for rate, penalty in points]
 
 
-def random_settings(prior: str, num_settings: int, seed: int = 0) -> list[Setting]:
+def random_settings(
+    prior: str, num_settings: int, seed: int = 0, learning_rates: Sequence[float] = LEARNING_RATES
+) -> list[Setting]:
     """Points of the continuous space that the grid spans, log-uniform, each number drawn by itself.
 
     Example:
@@ -330,16 +332,18 @@ def random_settings(prior: str, num_settings: int, seed: int = 0) -> list[Settin
         ['0.00343', '0.07014', '0.03042']
     """
     generator = np.random.default_rng(seed)
-    ranges = _ranges(prior)
+    ranges = _ranges(prior, learning_rates)
     return [
         Setting(**{name: float(math.exp(generator.uniform(*np.log(ends)))) for name, ends in ranges.items()})
         for _ in range(num_settings)
     ]
 
 
-def search_space(prior: str) -> Callable[["optuna.Trial"], dict[str, float]]:
+def search_space(
+    prior: str, learning_rates: Sequence[float] = LEARNING_RATES
+) -> Callable[["optuna.Trial"], dict[str, float]]:
     """The same space for `Trainer.hyperparameter_search` and Optuna's samplers; see `validation_nll`."""
-    ranges = _ranges(prior)
+    ranges = _ranges(prior, learning_rates)
     return lambda trial: {name: trial.suggest_float(name, *ends, log=True) for name, ends in ranges.items()}
 
 
@@ -362,12 +366,12 @@ def validation_nll(metrics: dict[str, float]) -> float:
     return metrics["eval_loss"]
 
 
-def _ranges(prior: str) -> dict[str, tuple[float, float]]:
+def _ranges(prior: str, learning_rates: Sequence[float]) -> dict[str, tuple[float, float]]:
     """From the smallest to the largest positive number of the grid."""
     _check_prior(prior)
     penalties = min(penalty for penalty in PENALTIES_OVER_N if penalty > 0), max(PENALTIES_OVER_N)
     backbone = {"lambda_": (min(LAMBDAS), max(LAMBDAS))} if prior == "ptyl" else {"alpha_over_n": penalties}
-    return {"learning_rate": (min(LEARNING_RATES), max(LEARNING_RATES)), **backbone, "beta_over_n": penalties}
+    return {"learning_rate": (min(learning_rates), max(learning_rates)), **backbone, "beta_over_n": penalties}
 
 
 def _check_prior(prior: str) -> None:
@@ -491,7 +495,7 @@ def grid_search(
     Example:
         ```python
         def make_trainer(setting, output_dir, split):
-            args = MAPConfig(output_dir, prior="l2-sp", max_steps=6000, save_strategy="no", **setting.arguments)
+            args = MAPConfig.paper(output_dir, prior="l2-sp", max_steps=6000, save_strategy="no", **setting.arguments)
             train_dataset, eval_dataset = augmented.select(split.train), plain.select(split.validation)
             return MAPTrainer(load_model(), args, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
@@ -509,9 +513,10 @@ def random_search(
     labels: Sequence[int],
     seed: int = 0,
     measure: Measure | None = None,
+    learning_rates: Sequence[float] = LEARNING_RATES,
 ) -> tuple[MAPTrainer, SearchResult]:
-    """`grid_search` among `random_settings(prior, num_trials, seed)`."""
-    settings = random_settings(prior, num_trials, seed)
+    """`grid_search` among `random_settings(prior, num_trials, seed, learning_rates)`."""
+    settings = random_settings(prior, num_trials, seed, learning_rates)
     return _search_among("random", make_trainer, settings, folder, labels, seed, measure)
 
 
@@ -523,8 +528,9 @@ def tpe_search(
     labels: Sequence[int],
     seed: int = 0,
     measure: Measure | None = None,
+    learning_rates: Sequence[float] = LEARNING_RATES,
 ) -> tuple[MAPTrainer, SearchResult]:
-    """`grid_search`, but Optuna's TPE proposes each setting of `search_space(prior)` after what it saw.
+    """`grid_search`, but Optuna's TPE proposes each setting of `search_space`, after what it saw of those before.
 
     `Trainer.hyperparameter_search` (see `validation_nll`) does so too, but returns no record of the trials, forgets
     those that diverged, and cannot go on after it was killed.
@@ -533,8 +539,8 @@ def tpe_search(
         import optuna
     except ImportError as error:
         raise ImportError("TPE is Optuna's: pip install optuna.") from error
-    space = search_space(prior)
-    search = {"method": "tpe", "prior": prior, "num_trials": num_trials}
+    space = search_space(prior, learning_rates)
+    search = {"method": "tpe", "prior": prior, "num_trials": num_trials, "learning_rates": learning_rates}
     session = _Session(make_trainer, Path(folder), search, labels, seed, measure)
     study = optuna.create_study(direction="minimize", sampler=optuna.samplers.TPESampler(seed=seed))
     for _ in range(num_trials):

@@ -1,6 +1,7 @@
 """The command `hf-deelbo`: look at a saved posterior or prior, predict with it, publish it, import one."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers
 from .hub import NotSavedError, SavedConfig, fetch, push_folder
-from .model_card import name_repository
+from .model_card import SIGMA_UPDATES_IN_WORDS, has_several_sigmas, name_repository, one_line
 from .modeling import AUTO_CLASSES, TASK_OF, auto_class_of, load_architecture
 from .posterior import GaussianPosterior
 from .posterior_files import PosteriorConfig
@@ -24,6 +25,7 @@ from .priors import LowRankPrior
 from .ptyl import load_ptyl
 
 DEFAULT_NUM_SAMPLES = 10
+MOST_GROUPS = 30  # that `info` shows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for line in arguments.run(arguments):
             print(line)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"hf-deelbo {arguments.command}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -45,16 +47,18 @@ def info(arguments: argparse.Namespace) -> Iterator[str]:
     config = _saved_config(arguments.repo, **_hub_options(arguments))
     rows = _posterior_rows(config) if isinstance(config, PosteriorConfig) else _prior_rows(config)
     rows["written with"] = ", ".join(f"{name} {number}" for name, number in config.library_versions.items())
-    known = {name: value for name, value in rows.items() if value is not None}
+    known = {name: one_line(str(value)) for name, value in rows.items() if value is not None}
     width = max(len(name) for name in known)
     for name, value in known.items():
         yield f"{name:{width}}  {value}"
+    if isinstance(config, PosteriorConfig) and has_several_sigmas(config.groups):
+        yield from ("", *_group_lines(config.groups))
 
 
 def predict(arguments: argparse.Namespace) -> Iterator[str]:
     """Class probabilities of images (or texts), averaged over weight samples, with their spread."""
     folder = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
-    posterior = GaussianPosterior.from_pretrained(folder)
+    posterior = GaussianPosterior.from_pretrained(folder, token=arguments.token, cache_dir=arguments.cache_dir)
     prepare = _preparation(folder, TASK_OF[auto_class_of(posterior.model)])
     num_samples = _num_samples(posterior, arguments.num_samples)
     inputs = [(item, prepare(item)) for item in arguments.inputs]  # a bad one is told before the first answer
@@ -113,8 +117,9 @@ def _posterior_rows(config: PosteriorConfig) -> dict[str, Any]:
         "ptyl": "N(mean of the source task, lambda Sigma), Sigma of low rank",
     }
     kind = config.prior.get("kind")
+    num_sigmas = len(config.groups) if has_several_sigmas(config.groups) else 1
     return {
-        "what": "posterior",
+        "what": "posterior" if config.base is None else "posterior of PEFT adapters, which need the base model",
         "task": TASK_OF.get(AUTO_CLASSES.get(config.auto_class), "unknown"),
         "base model": config.base_model,
         "prior": f"{kind}: {priors[kind]} of the backbone, N(0, tau I) of the head" if kind in priors else kind,
@@ -124,10 +129,29 @@ def _posterior_rows(config: PosteriorConfig) -> dict[str, Any]:
         "lambda": f"{config.lambda_:.4g}",
         "tau": f"{config.tau:.4g}",
         "sigma": f"{config.sigma:.4g}",
+        "sigma learned": SIGMA_UPDATES_IN_WORDS[config.sigma_update],
+        "grouping": f"{config.grouping}, {num_sigmas} sigma{'s' if num_sigmas > 1 else ''}",
         "J": config.de_elbo and f"{config.de_elbo['de_elbo']:.6g}",
         "J per parameter": config.de_elbo and f"{config.de_elbo['de_elbo'] / config.num_parameters:.4f}",
         "weight samples with batch-norm statistics": len(config.sample_seeds) or None,
     }
+
+
+def _group_lines(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What each group learned, in the order of the layers; of many, those of most weights."""
+    by_size = sorted(range(len(groups)), key=lambda index: -groups[index]["num_parameters"])
+    rows = [("group", "weights", "sigma", "sqrt(lambda or tau)")]
+    for index in sorted(by_size[:MOST_GROUPS]):
+        row = groups[index]
+        name = one_line(row["name"]) + (" (head)" if row["in_head"] else "")
+        width = math.sqrt(row["prior_variance"])
+        rows.append((name, f"{row['num_parameters']:,}", f"{row['sigma']:.4g}", f"{width:.4g}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *numbers in rows:
+        aligned = [f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True)]
+        yield "  ".join([f"{name:{widths[0]}}", *aligned])
+    if len(groups) > MOST_GROUPS:
+        yield f"and {len(groups) - MOST_GROUPS} more"
 
 
 def _prior_rows(config: PriorConfig) -> dict[str, Any]:

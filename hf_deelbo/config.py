@@ -29,6 +29,7 @@ PAPER = {
     "per_device_eval_batch_size": 128,
     "dataloader_drop_last": True,
 }
+PAPER_SIGMA = {"sigma_update": "optimizer", "grouping": "all", "init_sigma": 1e-4, "kl_warmup_epochs": 0.0}
 # they step inside the backward pass, before the gradients are those of the whole objective
 _FUSED_BACKWARD_OPTIMIZERS = ("lomo", "layerwise")
 
@@ -211,12 +212,14 @@ class DEELBoConfig(FineTuningConfig):
     def paper(cls, output_dir: str | None = None, **kwargs: Any) -> Self:
         """The paper's protocol, and its way of learning one sigma: by the optimiser, from 1e-4.
 
+        With `sigma_update="closed-form"` the protocol alone is the paper's.
+
         Example:
             >>> DEELBoConfig.paper("outputs", learning_rate=0.1).sigma_update
             'optimizer'
         """
-        own = {"sigma_update": "optimizer", "grouping": "all", "init_sigma": 1e-4, "kl_warmup_epochs": 0.0}
-        return super().paper(output_dir, **(own | kwargs))
+        by_optimizer = kwargs.get("sigma_update", "optimizer") == "optimizer"
+        return super().paper(output_dir, **((PAPER_SIGMA if by_optimizer else {}) | kwargs))
 
     def _check_method(self) -> None:
         super()._check_method()

@@ -90,7 +90,8 @@ class SavedConfig:
         if not path.is_file():
             raise NotSavedError(_missing(cls, folder))
         try:
-            content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text, parse_constant=_refuse_constant, parse_int=_whole_number)
         except (ValueError, RecursionError) as error:
             raise InvalidFilesError(f"{path}: it is no JSON ({error}). Download or save it again.") from error
         if not isinstance(content, dict):
@@ -418,6 +419,14 @@ def _is_refusal(error: Exception) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
+
+
+def _whole_number(digits: str) -> int:
+    """One that a float can be compared with."""
+    number = int(digits)
+    if abs(number) >= 2**63:
+        raise ValueError(f"{digits[:20]}... has more than 64 bits")
+    return number
 
 
 def _first_line(error: BaseException) -> str:

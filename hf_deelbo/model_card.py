@@ -9,7 +9,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -30,7 +30,9 @@ from .modeling import TASK_OF
 CARD_FILE = "README.md"
 TAGS = ("hf_deelbo", "deelbo", "bayesian", "variational-inference", "transfer-learning")
 UNKNOWN_REPOSITORY = "path/to/this/folder"
+UNKNOWN_BASE_MODEL = "path/to/the/base/model"
 LONGEST_NAME = 200
+MOST_GROUPS = 12  # that are shown without a click
 
 
 @dataclass
@@ -55,6 +57,7 @@ class CardData(ABC):
     """
 
     template: ClassVar[str]
+    library_name: ClassVar[str] = "transformers"
     tags: ClassVar[tuple[str, ...]] = TAGS
 
     task: str
@@ -96,6 +99,9 @@ class PosteriorCardData(CardData):
     Attributes:
         prior: `"l2-sp"`, `"l2-zero"`, `"ptyl"`, ...
         kappa, lambda_, tau, sigma: as in the posterior.
+        sigma_update: how sigma was learned, as in `DEELBoConfig`.
+        groups: `posterior.group_table()`.
+        has_adapters: whether only PEFT adapters of the base model are saved.
         de_elbo: `DEELBo.to_dict()` of the training set.
         metrics: those at the posterior `"mean"`, and those of the `"average"` over samples.
         num_samples: S, the weight samples of that average.
@@ -108,9 +114,17 @@ class PosteriorCardData(CardData):
     lambda_: float | None = None
     tau: float | None = None
     sigma: float | None = None
+    sigma_update: str | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    has_adapters: bool = False
     de_elbo: Mapping[str, float] | None = None
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_samples: int = 0
+
+    @property
+    def library_name(self) -> str:
+        """What loads the mean, as the Hub calls it."""
+        return "peft" if self.has_adapters else "transformers"
 
     def metric_columns(self) -> dict[str, Mapping[str, float]]:
         """The posterior mean, and the average of samples."""
@@ -119,11 +133,12 @@ class PosteriorCardData(CardData):
         return {name: self.metrics[key] for key, name in names.items() if self.metrics.get(key)}
 
     def own_settings(self) -> dict[str, Any]:
-        """The prior, and D."""
+        """The prior, D, and how sigma was learned."""
         num_parameters = _count(self.num_parameters)
         return {
-            "prior": _PRIORS.get(self.prior, self.prior),
+            "prior": (_PRIORS | _PRIORS_OF_ADAPTERS if self.has_adapters else _PRIORS).get(self.prior, self.prior),
             "trainable parameters": f"{num_parameters:,}" if num_parameters else None,
+            "sigma learned": SIGMA_UPDATES_IN_WORDS.get(self.sigma_update, self.sigma_update),
         }
 
     def own_variables(self) -> dict[str, Any]:
@@ -131,7 +146,12 @@ class PosteriorCardData(CardData):
         kappa, lambda_, tau, sigma = (_positive(value) for value in (self.kappa, self.lambda_, self.tau, self.sigma))
         num_examples, num_parameters = _count(self.num_examples), _count(self.num_parameters)
         de_elbo = _finite((self.de_elbo or {}).get("de_elbo"))
+        groups = self.groups if has_several_sigmas(self.groups) else ()
         return {
+            "has_adapters": self.has_adapters,
+            "groups": [_group_row(row) for row in groups],
+            "groups_are_many": len(groups) > MOST_GROUPS,
+            "several_variances": _are_several_in_a_part(self.groups),
             "num_samples": _count(self.num_samples) or 10,
             "prior": self.prior,
             "kappa": kappa,
@@ -185,6 +205,21 @@ class PriorCardData(CardData):
             "num_collections": _count(self.num_collections),
             "eps": _finite(self.eps),
         }
+
+
+def has_several_sigmas(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rows of a `group_table` tell more than a summary does, of one sigma, one lambda and one tau.
+
+    Example:
+        >>> backbone, head = ({"in_head": in_head, "sigma": 0.1} for in_head in (False, True))
+        >>> has_several_sigmas([backbone, head]), has_several_sigmas([backbone, head | {"sigma": 0.2}])
+        (False, True)
+    """
+    return _are_several_in_a_part(groups) or len({row["sigma"] for row in groups}) > 1
+
+
+def _are_several_in_a_part(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return len({row["in_head"] for row in groups}) < len(groups)
 
 
 def render_card(data: CardData) -> ModelCard:
@@ -297,7 +332,7 @@ def _metadata(data: CardData) -> ModelCardData:
     return ModelCardData(
         license=_plain(data.license),
         language=[_plain(one) for one in _as_list(data.language)] or None,
-        library_name="transformers",
+        library_name=data.library_name,
         pipeline_tag=data.task,
         base_model=base_model.name if base_model and base_model.on_hub else None,
         datasets=[dataset.name] if dataset and dataset.on_hub else None,
@@ -369,6 +404,7 @@ def _variables(data: CardData) -> dict[str, Any]:
         "repo": _Markdown(data.repo_id or UNKNOWN_REPOSITORY),
         "base_model": base_model and base_model.linked("https://huggingface.co/", revision and f"revision {revision}"),
         "base_model_name": base_model and base_model.short,
+        "base_model_repo": _Markdown(base_model.name if base_model and base_model.on_hub else UNKNOWN_BASE_MODEL),
         "dataset": dataset and dataset.linked("https://huggingface.co/datasets/", _plain(data.dataset_config)),
         "dataset_name": dataset and dataset.short,
         "dataset_split": _plain(data.dataset_split),
@@ -403,6 +439,16 @@ def _weight_decay(
     return {"backbone": 1 / (lambda_ * kappa * num_examples), "head": 1 / (tau * kappa * num_examples)}
 
 
+def _group_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": _plain(row["name"]) or "",
+        "num_parameters": row["num_parameters"],
+        "sigma": row["sigma"],
+        "width": math.sqrt(row["prior_variance"]),
+        "in_head": row["in_head"],
+    }
+
+
 def _metric_rows(columns: list[Mapping[str, float]], num_classes: int | None) -> list[dict[str, Any]]:
     rows = []
     for key, metric in _METRICS.items():
@@ -425,6 +471,7 @@ def _metric_cell(key: str, value: float | None) -> str:
 _CAPTIONS = {
     "training": "What was learned, over the training steps",
     "reliability": "Accuracy over confidence; on the diagonal, confidence can be taken at its word",
+    "groups": "What each group of weights learned, from the first layer to the head",
     "elbo_comparison": "ELBo and DE ELBo of two posteriors, over the prior variance",
 }
 
@@ -435,12 +482,17 @@ def _figure(path: str) -> dict[str, str]:
     return {"caption": caption, "url": _Markdown(quote(str(path)))}
 
 
+SIGMA_UPDATES_IN_WORDS = {
+    "closed-form": "in closed form, as lambda and tau are",
+    "optimizer": "by the optimizer",
+}
 _PRIORS = {
     "l2-sp": "L2-SP: around the pretrained weights",
     "l2-zero": "L2-zero: around zero",
     "ptyl": "PTYL: around the pretrained weights, with a covariance from the source task",
     "posterior": "the posterior of an earlier task",
 }
+_PRIORS_OF_ADAPTERS = {"l2-sp": "L2-SP: around the adapters as they started"}
 
 
 def _settings(data: CardData) -> list[tuple[str, str]]:
@@ -504,7 +556,7 @@ class _PublicName:
             return None
         if _has_form_of_hub_id(str(name)) and not os.path.exists(name):
             return cls(str(name), on_hub=True)
-        last = _one_line(_last_folder(str(name)))
+        last = one_line(_last_folder(str(name)))
         return cls(last, on_hub=False) if last else None
 
     @property
@@ -554,10 +606,16 @@ def _plain(text: str | None) -> str | None:
         text = text[: start.start()] + _last_folder(text[start.start() :])
     elif os.path.exists(text):
         text = _last_folder(text)
-    return _one_line(text) or None
+    return one_line(text) or None
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A text of someone else as one line that can be shown: printable, and not longer than `LONGEST_NAME`.
+
+    Example:
+        >>> one_line("a\\n\\x1b[31mb")
+        'a [31mb'
+    """
     printable = "".join(character if character.isprintable() else " " for character in text)
     line = " ".join(printable.split())
     return line if len(line) <= LONGEST_NAME else f"{line[: LONGEST_NAME - 1]}…"

@@ -37,6 +37,8 @@ STYLES = [
     {"color": "#56B4E9", "linestyle": "--", "marker": "P"},
 ]
 FONT_SIZE = 11  # still read when a figure of 7 inches is printed 3.5 inches wide
+# The names that a figure has room for
+MOST_NAMES, LONGEST_LABEL = 16, 36
 # A legend outside of the axes, where it covers no data
 ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "frameon": False, "fontsize": FONT_SIZE}
 
@@ -82,24 +84,73 @@ def plot_training_curves(log_history: Sequence[Mapping[str, Any]]) -> Figure:
     return _laid_out(figure)
 
 
-def _use_log_scale(axes: Axes) -> None:
+def _use_log_scale(axes: Axes, which: str = "y") -> None:
     """A log scale over the positive numbers; the others are left out, and where all are, the scale stays linear.
 
     A run from L2-SP starts at KL = 0 up to rounding, which must not stretch the scale over ten empty decades.
     """
-    values = np.concatenate([line.get_ydata() for line in axes.lines])
+    values = np.concatenate([line.get_xdata() if which == "x" else line.get_ydata() for line in axes.lines])
     shown = values[values > max(0, 1e-10 * values.max())]
     if len(shown) == 0:
         return
-    axes.set_yscale("log", nonpositive="mask")
+    set_scale, set_limits, axis = (
+        (axes.set_xscale, axes.set_xlim, axes.xaxis) if which == "x" else (axes.set_yscale, axes.set_ylim, axes.yaxis)
+    )
+    set_scale("log", nonpositive="mask")
     low, high = shown.min(), shown.max()
     margin = max((high / low) ** 0.05, 1.02)
-    axes.set_ylim(low / margin, high * margin)
+    set_limits(low / margin, high * margin)
     # Whatever the range, two ticks at least
     few_decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=6)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)) if high < 5 * low else few_decades)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)) if high < 5 * low else few_decades)
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+# ---- Groups --------------------------------------------------------------------------------------------------------
+
+
+def plot_groups(groups: Sequence[Mapping[str, Any]]) -> Figure:
+    """What each group of weights learned, from the first layer down to the head: sigma, and how far it may move.
+
+    Args:
+        groups: rows of `posterior.group_table()`. Up to `MOST_NAMES` are named; of more, those of the head are marked.
+
+    Example:
+        >>> row = {"in_head": False, "sigma": 1e-3, "prior_variance": 1e-4}
+        >>> figure = plot_groups([row | {"name": "stem"}, row | {"name": "layer"}])
+        >>> [float(width) for width in figure.axes[0].lines[1].get_xdata()]
+        [0.01, 0.01]
+    """
+    if not groups:
+        raise ValueError("groups: there are none; give the rows of `posterior.group_table()`.")
+    named = len(groups) <= MOST_NAMES
+    figure = Figure(figsize=(7, 1.7 + 0.34 * len(groups) if named else 7), layout="constrained")
+    axes, positions = figure.subplots(), range(1, len(groups) + 1)
+    values = {
+        "posterior, $\\sigma$": [row["sigma"] for row in groups],
+        "prior, $\\sqrt{\\lambda}$, in the head $\\sqrt{\\tau}$": [math.sqrt(row["prior_variance"]) for row in groups],
+    }
+    for (label, widths), style in zip(values.items(), STYLES, strict=False):
+        size = {} if named else {"markersize": 3, "linewidth": 0.6}
+        axes.plot(widths, positions, **style, **size, label=label)
+    axes.set_ylim(len(groups) + 0.6, 0.4)
+    in_head = [position for position, row in zip(positions, groups, strict=True) if row["in_head"]]
+    if in_head:
+        axes.axhspan(in_head[0] - 0.5, in_head[-1] + 0.5, color="0.93", linewidth=0, zorder=0)
+    _describe(axes, "standard deviation of a weight", "" if named else "group of weights, the head in grey")
+    _use_log_scale(axes, "x")
+    if named:
+        axes.set_yticks(positions, [_end_of(row["name"]) for row in groups], parse_math=False)
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.legend(ncols=2, **ABOVE)
+    return _laid_out(figure)
+
+
+def _end_of(name: str) -> str:
+    """Which tells more than its beginning, if there is no room for both."""
+    return name if len(name) <= LONGEST_LABEL else f"…{name[1 - LONGEST_LABEL :]}"
 
 
 # ---- Calibration ---------------------------------------------------------------------------------------------------
@@ -191,10 +242,13 @@ def _checked_predictions(probabilities: ArrayLike, labels: ArrayLike) -> tuple[n
 class PriorFit:
     """How one part of q, backbone or head, lies in its prior: all that its KL needs beside sigma and the variance.
 
+    Groups of weights may have a sigma_g each. Then sigma is one number to measure them by, and the KL is that of equal
+    sigmas in a prior of another trace and determinant: Sigma_p of each group, times (sigma / sigma_g)^2.
+
     Attributes:
         mahalanobis: (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar).
-        trace_inverse: tr(Sigma_p^-1).
-        log_det: log det Sigma_p.
+        trace_inverse: tr(Sigma_p^-1), or sum_g (sigma_g / sigma)^2 tr(Sigma_p^-1)_g.
+        log_det: log det Sigma_p, or that minus sum_g D_g log (sigma_g / sigma)^2.
         num_parameters: D of this part.
 
     Example:
@@ -208,10 +262,12 @@ class PriorFit:
     num_parameters: int
 
     @classmethod
-    def of(cls, prior: GaussianPrior, weights: Tensors) -> "PriorFit":
-        """Of the means `weights` in `prior`."""
-        distance = float(prior.mahalanobis(weights))
-        return cls(distance, float(prior.trace_inverse), float(prior.log_det), prior.num_parameters)
+    def of(cls, prior: GaussianPrior, weights: Tensors, sigmas: torch.Tensor, sigma: torch.Tensor) -> "PriorFit":
+        """Of the means `weights` in `prior`, with the `sigmas` of its groups, measured by `sigma`."""
+        ratios = (sigmas / sigma) ** 2
+        trace_inverse = (ratios * prior.trace_inverse).sum()
+        log_det = (prior.log_det - prior.group_sizes * ratios.log()).sum()
+        return cls(float(prior.mahalanobis(weights).sum()), float(trace_inverse), float(log_det), prior.num_parameters)
 
     def kl(self, sigma: float, variance: float) -> float:
         """KL( N(w_bar, sigma^2 I) || N(mu_p, variance * Sigma_p) )."""
@@ -225,7 +281,7 @@ class FixedPosterior:
     Attributes:
         name: what the legend calls it.
         nll: mean negative log likelihood of a training example under q, such as `trainer.de_elbo().nll`.
-        sigma: the standard deviation of q.
+        sigma: the standard deviation of q; of several, what `backbone` and `head` measure them by.
         backbone: the backbone in its prior.
         head: the head in its prior.
         num_examples: N, the size of the training set.
@@ -251,12 +307,13 @@ class FixedPosterior:
             raise ValueError("posterior: the model holds a weight sample; leave `with sampled(...)` first.")
         if posterior.num_examples is None:
             raise ValueError("posterior: it has no `num_examples`, and J needs N, the size of the training set.")
+        sigma, (of_backbone, of_head) = posterior.sigma, posterior.by_part(posterior.sigmas)
         return cls(
             name,
             nll,
-            float(posterior.sigma),
-            PriorFit.of(posterior.prior, posterior.backbone),
-            PriorFit.of(posterior.head_prior, posterior.head),
+            float(sigma),
+            PriorFit.of(posterior.prior, posterior.backbone, of_backbone, sigma),
+            PriorFit.of(posterior.head_prior, posterior.head, of_head, sigma),
             posterior.num_examples,
         )
 

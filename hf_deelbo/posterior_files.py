@@ -6,16 +6,19 @@
 | `posterior_config.json`                         | `PosteriorConfig`: what was learned, and the hashes of the files  |
 | `posterior.safetensors`                         | rho, the prior's tensors, batch-norm statistics of weight samples |
 
-Of a model with adapters, what peft saves stands in place of the mean (`adapter_config.json`, `adapter_model.safetensors`),
-and the base model is loaded from where it came from.
+Of a model with adapters, what peft saves stands in place of the mean (`adapter_config.json`,
+`adapter_model.safetensors`), and the base model is loaded from where it came from.
 
 Since format 2 the weights may have several sigmas and prior variances, by group; in files of format 1 there is one
 sigma, which the optimiser learned.
 """
 
+import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +26,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
+from transformers import PreTrainedModel
 
 from .batch_norm import Statistics, batch_norm_layers
 from .blocks import Tensors
+from .config import SIGMA_UPDATES
 from .files import as_json
-from .hub import InvalidFilesError, SavedConfig, by_first_word, hashes_of, load_tensors, public_name, save_tensors
-from .modeling import auto_class_of, load_mean
+from .groups import GROUPINGS
+from .hub import (
+    InvalidFilesError,
+    SavedConfig,
+    by_first_word,
+    hashes_of,
+    library_versions,
+    load_tensors,
+    public_name,
+    save_tensors,
+)
+from .model_card import CARD_FILE
+from .modeling import (
+    auto_class_of,
+    backbone_of,
+    base_of,
+    frozen_weights,
+    has_adapters,
+    import_peft,
+    load_adapters,
+    load_base,
+    load_loose_tensors,
+    load_mean,
+    loose_tensors,
+    source_of,
+)
 from .objective import DEELBo
 from .priors import prior_from
 from .sharding import is_first_process, whole
@@ -145,10 +174,8 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
     if only_adapters:
         (Path(folder) / CARD_FILE).unlink(missing_ok=True)  # peft's, which would take the place of ours
 
-    source = source_of(model)
+    source, revision = source_of(model)
     base_model = public_name(source)
-    loaded = getattr(model, "config", None)
-    is_as_loaded = base_model is not None and source == loaded.name_or_path
     PosteriorConfig(
         sha256=hashes_of(folder),
         library_versions=library_versions(*(["peft"] if only_adapters else [])),
@@ -165,7 +192,7 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
         sample_seeds=sorted(posterior.sample_statistics),
         de_elbo=posterior.de_elbo and as_json(posterior.de_elbo.to_dict()),
         base_model=base_model,
-        base_model_revision=getattr(loaded, "_commit_hash", None) if is_as_loaded else None,
+        base_model_revision=base_model and revision,
         grouping=posterior.grouping,
         sigma_update=posterior.sigma_update,
         groups=posterior.group_table(),
@@ -178,7 +205,7 @@ def read_posterior(
     posterior_class: type["GaussianPosterior"],
     trust_remote_code: bool = False,
     base_model: str | os.PathLike | None = None,
-    **hub_options: Any,
+    hub_options: Mapping[str, Any] | None = None,
 ) -> "GaussianPosterior":
     """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files.
 
@@ -187,28 +214,92 @@ def read_posterior(
         posterior_class: `GaussianPosterior`.
         trust_remote_code: as for `from_pretrained`.
         base_model: where the base model of adapters is, if not where they say.
-        **hub_options: of `from_pretrained`, to load that.
+        hub_options: of `from_pretrained`, to load that.
     """
     config = PosteriorConfig.load(folder)
     config.check_files(folder)
     tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm", "model"))
-    base = None if config.base is None else _load_base(folder, config, base_model, hub_options)
+    base = None if config.base is None else _load_base(folder, config, base_model, hub_options or {})
     try:
         if base is None:
             model = load_mean(folder, config.auto_class, trust_remote_code)
         else:
-            model = load_adapters(base, folder)
-            load_loose_tensors(model, tensors["model"])
+            with _all_errors_as_value_errors():
+                model = load_adapters(base, folder)
         parameters = dict(model.named_parameters())
         for name in config.frozen_names:
             parameters[name].requires_grad_(False)
-        if base is not None and hash_of(frozen_weights(model)) != config.base["sha256"]:
-            raise ValueError(f"the base model {source_of(model)!r} has not the weights that they were trained on")
+        if base is not None:
+            load_loose_tensors(model, tensors["model"])
+            _check_base(model, config.base["sha256"])
         posterior = _assemble(posterior_class, model, config, tensors)
         _check_agreement(posterior, config)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         raise _misfit(folder, error) from error
     return posterior
+
+
+def _load_base(
+    folder: str | os.PathLike,
+    config: PosteriorConfig,
+    name: str | os.PathLike | None,
+    hub_options: Mapping[str, Any],
+) -> PreTrainedModel:
+    """The base model of adapters, from `name` or from where they say that it is."""
+    peft = import_peft()
+    try:
+        with _all_errors_as_value_errors():
+            stated = peft.PeftConfig.from_pretrained(os.fspath(folder)).base_model_name_or_path
+            name = os.fspath(name or stated)
+            revision = config.base_model_revision if name == config.base_model else None
+            return load_base(name, config.auto_class, config.base["config"], revision=revision, **hub_options)
+    except OSError as error:
+        raise OSError(
+            f"{os.fspath(folder)}: these are adapters, and their base model {name!r} cannot be loaded "
+            f"({str(error).splitlines()[0]}). Check the connection, or say where it is: "
+            "`GaussianPosterior.from_pretrained(..., base_model=...)`."
+        ) from error
+    except ValueError as error:
+        raise _misfit(folder, error) from error
+
+
+def _check_base(model: nn.Module, sha256: str) -> None:
+    if hash_of(frozen_weights(model)) != sha256:
+        raise ValueError(
+            f"the base model {source_of(model)[0]!r} has other weights than the one that the adapters were trained "
+            "on; say where that is: `GaussianPosterior.from_pretrained(..., base_model=...)`"
+        )
+
+
+@contextmanager
+def _all_errors_as_value_errors() -> Iterator[None]:
+    """Transformers and peft do not check all that they read, and stumble over wrong values in many ways."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _description_of_base(model: nn.Module) -> dict[str, Any]:
+    """`PosteriorConfig.base` of a model with adapters."""
+    config = json.loads(base_of(model).config.to_json_string())
+    return {"config": as_json(config), "sha256": hash_of(frozen_weights(model))}
+
+
+def hash_of(tensors: Tensors) -> str:
+    """The SHA-256 of tensors by name: of their values to the bit, types and shapes.
+
+    Example:
+        >>> hash_of({"w": torch.ones(2)}) == hash_of({"w": torch.tensor([1.0, 1.0000001])})
+        False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _misfit(folder: str | os.PathLike, error: Exception) -> InvalidFilesError:
@@ -302,3 +393,14 @@ def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) ->
     saved = sorted(posterior.sample_statistics)
     if config.sample_seeds != saved:
         raise ValueError(f"sample_seeds: {config.sample_seeds} are stated, {saved} are saved")
+
+
+def _check_groups(stated: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """The same names and numbers, in the same order."""
+    if len(stated) != len(groups):
+        raise ValueError(f"groups: {len(stated)} are stated, but there are {len(groups)}")
+    for row, group in zip(stated, groups, strict=True):
+        for name, value in group.items():
+            agree = math.isclose(row[name], value, rel_tol=1e-6) if isinstance(value, float) else row[name] == value
+            if not agree:
+                raise ValueError(f"groups: {name} of {group['name']!r} is stated as {row[name]}, but is {value}")

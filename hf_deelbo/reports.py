@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .baselines import LEARNING_RATES
-from .studies import MAP_METHODS
+from .studies import MAP_METHODS, StudyRun
 
 Line = Mapping[str, Any]
 
@@ -65,8 +65,8 @@ class Row:
         """The same without the prior."""
         config = self.config
         parts = [METHODS[config["method"]]]
-        if self.start:
-            parts.append(self.start)
+        if self.sigma:
+            parts.append(self.sigma)
         if config.get("learning_rates", list(LEARNING_RATES)) != list(LEARNING_RATES):
             parts.append("learning rate " + " or ".join(f"{rate:g}" for rate in config["learning_rates"]))
         return ", ".join(parts)
@@ -77,10 +77,16 @@ class Row:
         return self.config["method"] in MAP_METHODS
 
     @property
-    def start(self) -> str:
-        """Where sigma starts, of the DE ELBo."""
-        sigmas = self.config.get("init_sigmas", ())
-        return "sigma from " + " or ".join(f"{sigma:g}" for sigma in sigmas) if sigmas else ""
+    def sigma(self) -> str:
+        """How it was learned, of the DE ELBo."""
+        config = self.config
+        if self.is_search:
+            return ""
+        if config["sigma_update"] == "optimizer":
+            return f"sigma from {config['init_sigma']:g}"
+        if config["grouping"] == StudyRun.grouping:
+            return "sigma in closed form"
+        return f"sigma in closed form, {'one' if config['grouping'] == 'all' else 'by ' + config['grouping']}"
 
     @property
     def ids(self) -> str:
@@ -199,14 +205,14 @@ def preferred_starts(rows: Sequence[Row]) -> list[str]:
     """Of rows that differ in nothing but where sigma starts, on how many training sets J is highest for which."""
     groups = defaultdict(list)
     for row in rows:
-        if "init_sigmas" in row.config:
-            groups[row.settings_but("init_sigmas")].append(row)
+        if row.config.get("sigma_update") == "optimizer":
+            groups[row.settings_but("init_sigma")].append(row)
     sentences = []
     for group in groups.values():
         shared = set.intersection(*(row.sets for row in group))
         if len(group) < 2 or not shared:
             continue
-        best = Counter(_highest_j(group, seed).start for seed in sorted(shared))
+        best = Counter(_highest_j(group, seed).sigma for seed in sorted(shared))
         chosen = ", ".join(f"{start} on {count}" for start, count in best.most_common())
         name = f"{PRIORS[group[0].config['prior']]}, {METHODS[group[0].config['method']]}"
         sentences.append(f"{name}: of {len(shared)} training sets, J is highest with {chosen}.")

@@ -1,9 +1,10 @@
 """What the scripts in `examples/` share: arguments, the task that they describe, and the folder of a run."""
 
+import argparse
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from transformers import (
     set_seed,
 )
 
-from .baselines import MAPConfig, MAPTrainer, Setting, Split
+from .baselines import LEARNING_RATES, MAPConfig, MAPTrainer, Setting, Split
 from .cached_images import CachedImages, resized_images
-from .config import FineTuningConfig
+from .config import PAPER, FineTuningConfig
 from .data import (
     EMBEDDED_DATASET,
+    HUB_DATASETS,
     ChannelStatistics,
+    ClassificationData,
     as_images,
     as_tokens,
     channel_statistics,
@@ -41,6 +44,19 @@ from .metrics import compute_metrics
 from .modeling import EMBEDDED_MODEL, load_classifier
 
 RUN_CONFIG = "run_config.json"
+# for a kind of data, where nothing else is said: the paper's protocol, and what is usual for transformers
+DEFAULTS = {
+    "image": PAPER | {"learning_rates": list(LEARNING_RATES)},
+    "text": {
+        "learning_rates": [2e-4, 1e-4, 5e-5, 2e-5],
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 64,
+        "num_train_epochs": 10,
+        "warmup_steps": 0.1,  # of all steps
+    },
+}
+# a default of the first is not meant by who gives the second
+_UNLESS_GIVEN = {"learning_rates": "learning_rate", "optim_args": "optim"}
 
 
 @dataclass
@@ -93,42 +109,35 @@ def parse_arguments(
     demo: Mapping[str, Any],
     presets: Mapping[str, Mapping[str, Any]],
     output_dir: str,
-    singular: Mapping[str, str] | None = None,
 ) -> Arguments:
     """The arguments of a script, from the command line or from a JSON or YAML file as the only argument.
 
     What is not given there comes from the preset that `--preset` names, from `demo` if no dataset is given, from
-    `defaults`, or from the dataclass, in this order. Without a model it is that of the saved prior, to start at its
-    mean, or else the embedded one.
+    `defaults`, without a preset from `DEFAULTS` for this kind of data, or from the dataclass, in this order. Without a
+    model it is that of the saved prior, to start at its mean, or else the embedded one.
 
     Args:
         kinds: `ModelArguments`, `DataArguments`, the script's own dataclass and a `FineTuningConfig`.
         argv: the command line, without the script's name.
         defaults, demo, presets: values of fields, by name.
         output_dir: where to write, if that is not given.
-        singular: the argument with one value for each that lists candidates; if the first is given, it is meant.
     """
     parser = HfArgumentParser(kinds)
-    if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
-        content = yaml.safe_load(_text_of(argv[0]))  # JSON is YAML
-        parsed = parser.parse_dict(content)
-        given = set(content)
-    else:
-        parsed = parser.parse_args_into_dataclasses(list(argv))
-        given = {argument[2:].split("=")[0] for argument in argv if argument.startswith("--")}
-    model, data, options, config = parsed
-    chosen = {"output_dir": output_dir, **defaults}
-    if data.dataset_name is None and data.train_dir is None:
-        data.dataset_name = EMBEDDED_DATASET
+    names = {part.name for kind in kinds for part in fields(kind)}
+    given = _given(parser, names, argv)
+    is_demo = given.get("dataset_name") is None and given.get("train_dir") is None
+    if is_demo:
+        given["dataset_name"] = EMBEDDED_DATASET
+    preset = given.get("preset")
+    if preset is not None and preset not in presets:
+        raise ValueError(f"preset: unknown preset {preset!r}; there is {', '.join(presets)}.")
+    chosen = {"output_dir": output_dir, **({} if preset else DEFAULTS[_kind_of_data(given)]), **defaults}
+    if is_demo:
         chosen |= demo
-    if preset := getattr(options, "preset", None):
-        if preset not in presets:
-            raise ValueError(f"preset: unknown preset {preset!r}; there is {', '.join(presets)}.")
+    if preset:
         chosen |= presets[preset]
-    for name, value in chosen.items():
-        for arguments in parsed:
-            if hasattr(arguments, name) and not given & {name, (singular or {}).get(name)}:
-                setattr(arguments, name, value)
+    chosen = {n: value for n, value in chosen.items() if n in names and _UNLESS_GIVEN.get(n) not in given}
+    model, _, _, config = parsed = parser.parse_dict(chosen | given)
     if model.model_name_or_path is None:
         model.model_name_or_path = config.prior_name_or_path or EMBEDDED_MODEL
     return parsed
@@ -173,19 +182,7 @@ class Task:
 
     def __init__(self, model: ModelArguments, data: DataArguments, disable_tqdm: bool = False):
         self.model, self.arguments, self.disable_tqdm = model, data, disable_tqdm
-        rows = load_data(
-            data.dataset_name,
-            data.dataset_config_name,
-            train_dir=data.train_dir,
-            validation_dir=data.validation_dir,
-            input_column=data.image_column_name,
-            label_column=data.label_column_name,
-            classes=data.classes,
-            train_size=data.train_size,
-            subset_seed=data.subset_seed,
-            cache_dir=model.cache_dir,
-            token=model.token,
-        )
+        rows = _load_rows(model, data)
         if data.max_eval_samples is not None:
             rows = replace(rows, test=rows.test.select(range(min(data.max_eval_samples, len(rows.test)))))
         self.rows = rows
@@ -321,6 +318,39 @@ class ScriptRun:
             revision=config.hub_revision,
         )
         print(f"Published: {commit.commit_url}")
+
+
+def _given(parser: HfArgumentParser, names: Collection[str], argv: Sequence[str]) -> dict[str, Any]:
+    """What the command line, or the file that it names, says of these arguments."""
+    if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
+        return yaml.safe_load(_text_of(argv[0]))  # JSON is YAML
+    nothing = object()
+    said = parser.parse_args(list(argv), argparse.Namespace(**dict.fromkeys(names, nothing)))
+    return {name: value for name, value in vars(said).items() if value is not nothing}
+
+
+def _kind_of_data(given: Mapping[str, Any]) -> str:
+    """`"image"` or `"text"`; what has a short name, or comes as a folder per class, is of images."""
+    if given.get("train_dir") is not None or given["dataset_name"] in (EMBEDDED_DATASET, *HUB_DATASETS):
+        return "image"
+    model, data = HfArgumentParser([ModelArguments, DataArguments]).parse_dict(given, allow_extra_keys=True)
+    return _load_rows(model, data).kind
+
+
+def _load_rows(model: ModelArguments, data: DataArguments) -> ClassificationData:
+    return load_data(
+        data.dataset_name,
+        data.dataset_config_name,
+        train_dir=data.train_dir,
+        validation_dir=data.validation_dir,
+        input_column=data.image_column_name,
+        label_column=data.label_column_name,
+        classes=data.classes,
+        train_size=data.train_size,
+        subset_seed=data.subset_seed,
+        cache_dir=model.cache_dir,
+        token=model.token,
+    )
 
 
 def _text_of(path: str) -> str:

@@ -1,13 +1,12 @@
-"""Choose a learning rate, and where sigma starts, by J on the training set: no validation set.
+"""Choose a learning rate by J on the training set: no validation set.
 
-Two ways: `"full"` trains every candidate to the end, as the paper does, and takes the highest J. `"halving"` trains
-all for a small part of the steps, drops the half with the lower J, trains the rest on, and so forth (successive
-halving, Jamieson and Talwalkar 2016): for four candidates it costs 1.3 runs instead of 4. None is dropped before it
-has made ten steps, so that in trainings of fewer than 134 it costs more.
+Two ways: `"full"` trains with every rate to the end, as the paper does, and takes the highest J. `"halving"` trains
+with all for a small part of the steps, drops the half with the lower J, trains the rest on, and so forth (successive
+halving, Jamieson and Talwalkar 2016): for four rates it costs 1.3 runs instead of 4. None is dropped before it has
+made ten steps, so that in trainings of fewer than 134 it costs more.
 
-After few steps J alone would drop the rates that learn: they move the means at once, and pay for it in the KL until
-sigma, which starts small, has grown too. So on the way, halving ranks by `potential`: J at these means with a sigma
-that has grown as far as the likelihood lets it.
+Halving needs sigma at its best wherever it stops, as `sigma_update="closed-form"` has it. Where the optimiser moves
+sigma from a small start, the rates that learn have the lowest J at first, as the KL charges them for having moved.
 """
 
 import math
@@ -35,33 +34,15 @@ RESULTS_FILE = "selection.json"
 HALVING_BUDGET = 1.3
 # sooner, J ranks by chance: after three steps another CPU's rounding made another choice, of a rate that did not learn
 LEAST_STEPS = 10
-# of a J that only drops candidates: the same noise and examples for all, and their J are far apart
+# of a J that only drops rates: the same noise and examples for all, and their J are far apart
 ROUGH_J = {"num_samples": 1, "num_examples": 512}
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """What is chosen.
-
-    Example:
-        >>> Candidate(learning_rate=0.1, init_sigma=1e-4).name
-        'lr0.1_sigma0.0001'
-    """
+class Trial:
+    """J after so many steps with a learning rate; minus infinity if it diverged."""
 
     learning_rate: float
-    init_sigma: float
-
-    @property
-    def name(self) -> str:
-        """A name for folders and tables."""
-        return f"lr{self.learning_rate:g}_sigma{self.init_sigma:g}"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """J of a candidate after so many steps, its `potential` before the last; minus infinity if it diverged."""
-
-    candidate: Candidate
     steps: int
     de_elbo: float
     seconds: float
@@ -69,14 +50,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Selection:
-    """All trials, in the order they were made, and the candidate with the highest J in full length.
+    """All trials, in the order they were made, and the learning rate with the highest J in full length.
 
     Attributes:
         runs: the whole cost, in full runs.
     """
 
     method: str
-    best: Candidate
+    best_learning_rate: float
     trials: tuple[Trial, ...]
     runs: float
 
@@ -85,25 +66,25 @@ class Selection:
         return as_json(asdict(self))
 
 
-# a trainer of the whole run for a candidate, that writes into the folder
-MakeTrainer = Callable[[Candidate, str], DEELBoTrainer]
+# a trainer of the whole run for a learning rate, that writes into the folder
+MakeTrainer = Callable[[float, str], DEELBoTrainer]
 
 
 def select(
     make_trainer: MakeTrainer,
-    candidates: Sequence[Candidate],
+    learning_rates: Sequence[float],
     folder: str | os.PathLike,
     method: str = "halving",
     num_samples: int | None = None,
 ) -> tuple[DEELBoTrainer, Selection]:
-    """Train the candidates and return the trainer of the best one, trained in full, and what was measured.
+    """Train with the learning rates and return the trainer of the best, trained in full, and what was measured.
 
     Results are written to `folder` after each trial and checkpoints at its end: called again after it was killed, it
-    goes on where it was. With one candidate it trains that one.
+    goes on where it was. With one rate it trains with that one.
 
     Args:
-        make_trainer: makes a trainer for a candidate and an output folder, with a model that was not trained yet.
-        candidates: at least one.
+        make_trainer: makes a trainer for a learning rate and an output folder, with a model that was not trained yet.
+        learning_rates: at least one.
         folder: where to work; one folder for one selection.
         method: `"full"` or `"halving"`.
         num_samples: weight samples of J in full length; default is the trainer's `args.num_elbo_samples`. On the way
@@ -111,38 +92,38 @@ def select(
 
     Example:
         ```python
-        def make_trainer(candidate, output_dir):
-            args = DEELBoConfig(output_dir, learning_rate=candidate.learning_rate, init_sigma=candidate.init_sigma)
+        def make_trainer(learning_rate, output_dir):
+            args = DEELBoConfig(output_dir, learning_rate=learning_rate, num_train_epochs=10)
             return DEELBoTrainer(load_model(), args, train_dataset=train)
 
-        candidates = [Candidate(lr, 1e-4) for lr in (0.1, 0.01, 0.001, 0.0001)]
-        trainer, selection = select(make_trainer, candidates, "outputs/selection")
+        trainer, selection = select(make_trainer, [2e-4, 1e-4, 5e-5, 2e-5], "outputs/selection")
         ```
     """
     if method not in METHODS:
         raise ValueError(f"method: unknown method {method!r}; choose one of {', '.join(METHODS)}.")
-    if not candidates or len(set(candidates)) != len(candidates):
-        raise ValueError(f"candidates: needs at least one, and none twice; got {list(candidates)}.")
+    if not learning_rates or len(set(learning_rates)) != len(learning_rates):
+        raise ValueError(f"learning_rates: needs at least one, and none twice; got {list(learning_rates)}.")
     check_count("num_samples", num_samples)
-    session = _Session(make_trainer, Path(folder), method, list(candidates), num_samples)
-    survivors, rung = list(candidates), 0
-    trials = [session.run(candidate, rung) for candidate in survivors]
+    session = _Session(make_trainer, Path(folder), method, list(learning_rates), num_samples)
+    trials = [session.run(rate, rung=0) for rate in learning_rates]
+    rung = 0
     while trials[0].steps < session.max_steps:
-        survivors = [trial.candidate for trial in _best_first(trials)][: math.ceil(len(survivors) / 2)]
+        survivors = _best_first(trials)[: math.ceil(len(trials) / 2)]
         rung += 1
-        trials = [session.run(candidate, rung) for candidate in survivors]
+        trials = [session.run(trial.learning_rate, rung) for trial in survivors]
     best = _best_first(trials)[0]
     if best.de_elbo == -math.inf:
-        raise FloatingPointError("Every candidate diverged. Give smaller learning rates.")
-    session.clean_up(keep=best.candidate)
-    return session.trainer_of(best.candidate), Selection(method, best.candidate, tuple(session.trials), session.runs())
+        raise FloatingPointError("Every learning rate diverged. Give smaller ones.")
+    session.clean_up(keep=best.learning_rate)
+    selection = Selection(method, best.learning_rate, tuple(session.trials), session.runs())
+    return session.trainer_of(best.learning_rate), selection
 
 
-def halving_steps(num_candidates: int, max_steps: int) -> list[int]:
-    """After how many steps half of the candidates are dropped, each time, in a training of `max_steps`.
+def halving_steps(num_rates: int, max_steps: int) -> list[int]:
+    """After how many steps half of the learning rates are dropped, each time, in a training of `max_steps`.
 
-    They are s, 2s, 4s, ... With n_k candidates left, n_{k+1} = ceil(n_k / 2), all costs n_0 s + n_1 s + n_2 2s + ...
-    + (max_steps - 2^(K-1) s) steps, and s is such that this is `HALVING_BUDGET` runs, but at least `LEAST_STEPS`.
+    They are s, 2s, 4s, ... With n_k rates left, n_{k+1} = ceil(n_k / 2), all costs n_0 s + n_1 s + n_2 2s + ... +
+    (max_steps - 2^(K-1) s) steps, and s is such that this is `HALVING_BUDGET` runs, but at least `LEAST_STEPS`.
 
     Example:
         >>> halving_steps(4, max_steps=6000)
@@ -152,7 +133,7 @@ def halving_steps(num_candidates: int, max_steps: int) -> list[int]:
         >>> halving_steps(4, max_steps=15)  # the two that are left are trained to the end
         [10]
     """
-    counts = _candidates_left(num_candidates)
+    counts = _rates_left(num_rates)
     num_rungs = len(counts) - 1
     if num_rungs == 0:
         return []
@@ -161,7 +142,7 @@ def halving_steps(num_candidates: int, max_steps: int) -> list[int]:
     return [steps for steps in (first * 2**k for k in range(num_rungs)) if steps < max_steps]
 
 
-def halving_runs(num_candidates: int, max_steps: int) -> float:
+def halving_runs(num_rates: int, max_steps: int) -> float:
     """What halving costs, in full runs.
 
     Example:
@@ -171,49 +152,19 @@ def halving_runs(num_candidates: int, max_steps: int) -> float:
         1.8
     """
     total, done = 0, 0
-    rungs = [*halving_steps(num_candidates, max_steps), max_steps]
-    for steps, left in zip(rungs, _candidates_left(num_candidates), strict=False):
+    rungs = [*halving_steps(num_rates, max_steps), max_steps]
+    for steps, left in zip(rungs, _rates_left(num_rates), strict=False):
         total += left * (steps - done)
         done = steps
     return total / max_steps
 
 
-def _candidates_left(num_candidates: int) -> list[int]:
+def _rates_left(num_rates: int) -> list[int]:
     """At first, and after each time that half of them are dropped."""
-    counts = [num_candidates]
+    counts = [num_rates]
     while counts[-1] > 1:
         counts.append(math.ceil(counts[-1] / 2))
     return counts
-
-
-def potential(trainer: DEELBoTrainer, **kwargs: Any) -> float:
-    """J at the present means, at the best of sigma, 4 sigma, 16 sigma, ... that cost the likelihood nothing.
-
-    Each has its own lambda* and tau*. What costs the likelihood nothing only makes the KL smaller, so training would
-    go there. A larger sigma is tried while the KL is more than a hundredth of the rest of J, and taken if the NLL
-    rises by no more than a hundredth.
-
-    Args:
-        trainer: it keeps its own sigma.
-        **kwargs: of its `de_elbo`.
-
-    Example:
-        ```python
-        trainer.train()
-        assert potential(trainer) >= trainer.de_elbo().value
-        ```
-    """
-    posterior = trainer.posterior
-    best, sigma = trainer.de_elbo(**kwargs), float(posterior.sigma)
-    most_nll = 1.01 * best.nll
-    while best.kl > 0.01 * -best.kappa * best.log_likelihood:
-        sigma *= 4
-        with posterior.at_sigma(sigma):
-            larger = trainer.de_elbo(**kwargs)
-        if not (larger.nll <= most_nll and larger.value > best.value):
-            break
-        best = larger
-    return best.value
 
 
 def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float]:
@@ -222,7 +173,7 @@ def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float
     Example:
         ```python
         trainer.hyperparameter_search(
-            hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 0.1, log=True)},
+            hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True)},
             compute_objective=elbo_objective(trainer),
             direction="maximize",
         )
@@ -254,66 +205,66 @@ class _Session:
         make_trainer: MakeTrainer,
         folder: Path,
         method: str,
-        candidates: list[Candidate],
+        learning_rates: list[float],
         num_samples: int | None,
     ):
         self.make_trainer, self.folder, self.num_samples = make_trainer, folder, num_samples
-        self.method, self.num_candidates = method, len(candidates)
-        search = {"method": method, "candidates": [asdict(candidate) for candidate in candidates]}
-        self.file = ResultsFile(folder / RESULTS_FILE, search)
+        self.method, self.num_rates = method, len(learning_rates)
+        self.file = ResultsFile(folder / RESULTS_FILE, {"method": method, "learning_rates": learning_rates})
         known = self.file.read()
         self.max_steps = known.get("max_steps")
-        self.trials = [
-            Trial(**{**trial, "candidate": Candidate(**trial["candidate"])}) for trial in known.get("trials", [])
-        ]
-        self._last: tuple[Candidate, DEELBoTrainer] | None = None
+        self.trials = [Trial(**trial) for trial in known.get("trials", [])]
+        self._last: tuple[float, DEELBoTrainer] | None = None
 
-    def run(self, candidate: Candidate, rung: int) -> Trial:
-        """Train a candidate up to the steps of a rung and measure it; what was done before is not done again."""
+    def run(self, learning_rate: float, rung: int) -> Trial:
+        """Train up to the steps of a rung and measure J; what was done before is not done again."""
         start, trainer = time.perf_counter(), None
         if self.max_steps is None:
-            trainer = self._new_trainer(candidate)
+            trainer = self._new_trainer(learning_rate)
             self.max_steps = _num_steps(trainer)
-        rungs = halving_steps(self.num_candidates, self.max_steps) if self.method == "halving" else []
+        rungs = halving_steps(self.num_rates, self.max_steps) if self.method == "halving" else []
         steps = [*rungs, self.max_steps][rung]
         for trial in self.trials:
-            if (trial.candidate, trial.steps) == (candidate, steps):
+            if (trial.learning_rate, trial.steps) == (learning_rate, steps):
                 return trial
         if trainer is None:
-            trainer = self._new_trainer(candidate)
+            trainer = self._new_trainer(learning_rate)
         value = self._train_and_measure(trainer, steps)
-        trial = Trial(candidate, steps, value, time.perf_counter() - start)
-        logger.info(f"{candidate.name}: J = {value:.6g} after {steps} of {self.max_steps} steps")
-        self._last = candidate, trainer
+        trial = Trial(learning_rate, steps, value, time.perf_counter() - start)
+        logger.info(f"learning rate {learning_rate:g}: J = {value:.6g} after {steps} of {self.max_steps} steps")
+        self._last = learning_rate, trainer
         self.trials.append(trial)
         if trainer.is_world_process_zero():
             self.file.write({"max_steps": self.max_steps, "trials": [asdict(trial) for trial in self.trials]})
         return trial
 
-    def trainer_of(self, candidate: Candidate) -> DEELBoTrainer:
-        """The trainer that trained the candidate in full, or one that loads what it learned."""
-        if self._last is not None and self._last[0] == candidate:
+    def trainer_of(self, learning_rate: float) -> DEELBoTrainer:
+        """The trainer that trained with the rate in full, or one that loads what it learned."""
+        if self._last is not None and self._last[0] == learning_rate:
             return self._last[1]
-        trainer = self._new_trainer(candidate)
+        trainer = self._new_trainer(learning_rate)
         trainer.load_checkpoint(get_last_checkpoint(trainer.args.output_dir))
         return trainer
 
     def runs(self) -> float:
-        """The cost of all, in full runs: the steps that each candidate was taken to."""
+        """The cost of all, in full runs: the steps that were made with each rate."""
         furthest = {}
         for trial in self.trials:
-            furthest[trial.candidate] = max(trial.steps, furthest.get(trial.candidate, 0))
+            furthest[trial.learning_rate] = max(trial.steps, furthest.get(trial.learning_rate, 0))
         return sum(furthest.values()) / self.max_steps
 
-    def clean_up(self, keep: Candidate) -> None:
-        """Remove the checkpoints of the others."""
+    def clean_up(self, keep: float) -> None:
+        """Remove the checkpoints of the other rates."""
         for trial in self.trials:
-            if trial.candidate != keep:
-                shutil.rmtree(self.folder / trial.candidate.name, ignore_errors=True)
+            if trial.learning_rate != keep:
+                shutil.rmtree(self._folder_of(trial.learning_rate), ignore_errors=True)
 
-    def _new_trainer(self, candidate: Candidate) -> DEELBoTrainer:
+    def _folder_of(self, learning_rate: float) -> Path:
+        return self.folder / f"lr{learning_rate}"
+
+    def _new_trainer(self, learning_rate: float) -> DEELBoTrainer:
         self._last = None  # before there is another model in memory
-        return self.make_trainer(candidate, str(self.folder / candidate.name))
+        return self.make_trainer(learning_rate, str(self._folder_of(learning_rate)))
 
     def _train_and_measure(self, trainer: DEELBoTrainer, steps: int) -> float:
         trainer.add_callback(_StopAt(steps))
@@ -324,11 +275,12 @@ class _Session:
             else:
                 trainer.train(resume_from_checkpoint=checkpoint)
             if steps < self.max_steps:
-                value = potential(trainer, **ROUGH_J)
+                trainer.posterior.update_variances(at_once=True)
+                value = trainer.de_elbo(**ROUGH_J).value
             else:
                 value = trainer.de_elbo(num_samples=self.num_samples).value
         except FloatingPointError as error:
-            logger.warning(f"A candidate diverged: {error}")
+            logger.warning(f"A learning rate diverged: {error}")
             return -math.inf
         finally:
             trainer.remove_callback(_StopAt)

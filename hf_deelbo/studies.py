@@ -44,14 +44,14 @@ from .modeling import EMBEDDED_MODEL, EMBEDDED_MODELS
 from .plots import FixedPosterior
 from .prior_files import PriorConfig
 from .runs import DataArguments, ModelArguments, Task
-from .selection import Candidate, halving_runs, select
+from .selection import halving_runs, select
 from .trainer import DEELBoTrainer
 
 DEELBO_METHODS = ("deelbo-full", "deelbo-halving", "deelbo-single", "elbo")
 MAP_METHODS = ("map-grid", "map-random", "map-tpe")
 # fields of a run whose value is a list; every other field with a list stands for several runs
-_LISTS = ("learning_rates", "init_sigmas", "penalties")
-_OF_DEELBO = ("init_sigmas", "kappa", "num_samples")
+_LISTS = ("learning_rates", "penalties")
+_OF_DEELBO = ("sigma_update", "grouping", "init_sigma", "kappa", "num_samples")
 _OF_MAP = ("penalties", "num_trials")
 
 
@@ -72,15 +72,15 @@ class StudyRun:
         max_seq_length: of texts; default is 128 tokens.
         steps: of each training run.
         learning_rates: candidates.
-        init_sigmas, kappa, num_samples: of the DE ELBo; the last is for J and for averages.
+        sigma_update, grouping, init_sigma, kappa, num_samples: of the DE ELBo; the last is for J and for averages.
         penalties, num_trials: of MAP; the first for the grid, the second for other searches.
         num_test: at most so many test examples.
         seed: of the head, the order of the examples and the augmentation.
 
     Example:
-        >>> run = StudyRun("digits", 100, 1001, "deelbo-halving", steps=50)
+        >>> run = StudyRun("digits", 100, 1001, "map-grid", steps=50)
         >>> run.id, run.num_runs
-        ('cbbdea51e4', 1.8)
+        ('43a0f5bfcd', 25)
     """
 
     dataset: str
@@ -93,7 +93,9 @@ class StudyRun:
     horizontal_flip: bool = True
     steps: int = 150
     learning_rates: tuple[float, ...] = LEARNING_RATES
-    init_sigmas: tuple[float, ...] = (1e-2,)
+    sigma_update: str = DEELBoConfig.sigma_update
+    grouping: str = DEELBoConfig.grouping
+    init_sigma: float = DEELBoConfig.init_sigma
     kappa: float | str = "auto"
     num_samples: int = 10
     penalties: tuple[float, ...] = PENALTIES_OVER_N
@@ -106,10 +108,9 @@ class StudyRun:
         methods = DEELBO_METHODS + MAP_METHODS
         if self.method not in methods:
             raise ValueError(f"method: unknown method {self.method!r}; choose one of {', '.join(methods)}.")
-        if self.method == "deelbo-single" and len(self.candidates) != 1:
+        if self.method == "deelbo-single" and len(self.learning_rates) != 1:
             raise ValueError(
-                'learning_rates, init_sigmas: "deelbo-single" makes no choice; give one of each, not '
-                f"{self.learning_rates} and {self.init_sigmas}."
+                f'learning_rates: "deelbo-single" makes no choice; give one rate, not {self.learning_rates}.'
             )
 
     @property
@@ -139,18 +140,13 @@ class StudyRun:
         return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
-    def candidates(self) -> list[Candidate]:
-        """What the DE ELBo chooses from."""
-        return [Candidate(*pair) for pair in itertools.product(self.learning_rates, self.init_sigmas)]
-
-    @property
     def num_runs(self) -> float:
         """How many full training runs it will cost."""
         if self.method == "map-grid":
             return len(grid(self.prior, self.learning_rates, self.penalties)) + 1
         if self.is_map:
             return self.num_trials + 1
-        count = len(self.candidates)
+        count = len(self.learning_rates)
         return count if self.method == "deelbo-full" else halving_runs(count, self.steps)
 
 
@@ -215,14 +211,14 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
 
 def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
     method = "full" if run.method == "deelbo-full" else "halving"
-    trainer, selection = select(partial(_deelbo_trainer, run, task, places), run.candidates, places.of(run), method)
+    make_trainer = partial(_deelbo_trainer, run, task, places)
+    trainer, selection = select(make_trainer, run.learning_rates, places.of(run), method)
     de_elbo, posterior = trainer.posterior.de_elbo or trainer.de_elbo(), trainer.posterior
     test = {"mean": _test(trainer, task), "mean_recomputed": _test_recomputed(trainer, task)}
     trainer.args.num_eval_samples = run.num_samples
     test["average"] = _test(trainer, task)
-    content = selection.to_dict()
     return {
-        "choice": content["best"],
+        "choice": {"learning_rate": selection.best_learning_rate},
         "runs": selection.runs,
         "seconds": sum(trial.seconds for trial in selection.trials),
         "test": test,
@@ -231,7 +227,7 @@ def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, An
         "num_parameters": posterior.num_parameters,
         "posterior": asdict(FixedPosterior.from_posterior(run.method, posterior, de_elbo.nll)),
         "training_nll": _training_nll(trainer),
-        "trials": content["trials"],
+        "trials": selection.to_dict()["trials"],
     }
 
 
@@ -291,10 +287,13 @@ def _arguments(run: StudyRun, places: Places, output_dir: str) -> dict[str, Any]
     }
 
 
-def _deelbo_trainer(run: StudyRun, task: Task, places: Places, candidate: Candidate, output_dir: str) -> DEELBoTrainer:
-    config = DEELBoConfig(
+def _deelbo_trainer(run: StudyRun, task: Task, places: Places, learning_rate: float, output_dir: str) -> DEELBoTrainer:
+    config = DEELBoConfig.paper(
         **_arguments(run, places, output_dir),
-        **asdict(candidate),
+        learning_rate=learning_rate,
+        sigma_update=run.sigma_update,
+        grouping=run.grouping,
+        init_sigma=run.init_sigma,
         kappa=1 if run.method == "elbo" else run.kappa,
         num_elbo_samples=run.num_samples,
     )
@@ -306,7 +305,7 @@ def _deelbo_trainer(run: StudyRun, task: Task, places: Places, candidate: Candid
 def _map_trainer(
     run: StudyRun, task: Task, places: Places, setting: Setting, output_dir: str, split: Split
 ) -> MAPTrainer:
-    config = MAPConfig(**_arguments(run, places, output_dir), **setting.arguments)
+    config = MAPConfig.paper(**_arguments(run, places, output_dir), **setting.arguments)
     task.configure(config)
     return _quiet(task.map_trainer(config, setting, output_dir, split))
 
@@ -378,7 +377,7 @@ def measure_step(run: StudyRun, places: Places, steps: int = 4) -> float:
         setting, everything = Setting(1e-4, beta_over_n=0.0, **backbone), Split(list(range(run.train_size)), [])
         trainer = _map_trainer(run, task, places, setting, output_dir, everything)
     else:
-        trainer = _deelbo_trainer(run, task, places, Candidate(1e-4, run.init_sigmas[0]), output_dir)
+        trainer = _deelbo_trainer(run, task, places, 1e-4, output_dir)
     trainer.add_callback(clock)
     trainer.train()
     return clock.median()

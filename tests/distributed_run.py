@@ -2,7 +2,8 @@
 
 Usage: distributed_run.py FOLDER METHOD/DTYPE/ACCUMULATION ...
 
-The method `sharded-PRIOR` is `deelbo` with the rows of the model over the processes (FSDP2).
+The method `deelbo` learns one sigma by the optimiser, `layers` one for each layer in closed form. `sharded-PRIOR` is
+`deelbo`, and `sharded-layers` is `layers`, with the rows of the model over the processes (FSDP2).
 """
 
 import os
@@ -28,20 +29,24 @@ from hf_deelbo.baselines import MAPConfig, MAPTrainer
 from hf_deelbo.priors import GaussianPrior
 from hf_deelbo.sharding import local, reshard, whole
 
+BY_OPTIMIZER = {"init_sigma": 0.05}
+BY_LAYER = {"init_sigma": 0.05, "sigma_update": "closed-form", "grouping": "layer"}
 GLOBAL_BATCH = 24  # what 2 and 3 processes with accumulation 1, 2 and 4 divide
 EVAL_SIZE = 7  # no number of processes divides it
 
 
-def learn_by_deelbo(arguments: dict[str, Any], dtype: torch.dtype) -> tuple[DEELBoTrainer, dict[str, float]]:
-    args = DEELBoConfig(**arguments, init_sigma=0.05)
+def learn_by_deelbo(
+    arguments: dict[str, Any], dtype: torch.dtype, sigma: dict[str, Any]
+) -> tuple[DEELBoTrainer, dict[str, Any]]:
+    args = DEELBoConfig.paper(**arguments, **sigma)
     trainer = trained(DEELBoTrainer, args, dtype)
     return trainer, what_deelbo_learned(trainer)
 
 
-def what_deelbo_learned(trainer: DEELBoTrainer) -> dict[str, float]:
+def what_deelbo_learned(trainer: DEELBoTrainer) -> dict[str, Any]:
     elbo, posterior = trainer.de_elbo(trainer.eval_dataset, num_samples=3), trainer.posterior
-    learned = {name: posterior.state_dict()[name].item() for name in ("lambda_", "tau")}
-    learned |= {"nll": elbo.nll, "de_elbo": elbo.value, "sigma": posterior.sigma.item()}
+    learned = {"prior_variances": posterior.prior_variances.tolist(), "sigmas": posterior.sigmas.tolist()}
+    learned |= {"nll": elbo.nll, "de_elbo": elbo.value}
     trainer.args.num_eval_samples = 2
     learned |= trainer.evaluate(metric_key_prefix="average")
     trainer.args.num_eval_samples = 0
@@ -49,15 +54,17 @@ def what_deelbo_learned(trainer: DEELBoTrainer) -> dict[str, float]:
 
 
 def learn_by_map(arguments: dict[str, Any], dtype: torch.dtype) -> tuple[MAPTrainer, dict[str, float]]:
-    args = MAPConfig(**arguments, prior="l2-zero", alpha_over_n=0.1, beta_over_n=0.2, max_grad_norm=0.5)
+    args = MAPConfig.paper(**arguments, prior="l2-zero", alpha_over_n=0.1, beta_over_n=0.2, max_grad_norm=0.5)
     trainer = trained(MAPTrainer, args, dtype)
     backbone, head = trainer.penalty()
     return trainer, {"penalty_backbone": backbone.item(), "penalty_head": head.item()}
 
 
-def learn_sharded(arguments: dict[str, Any], dtype: torch.dtype, prior: str) -> tuple[DEELBoTrainer, dict[str, float]]:
+def learn_sharded(
+    arguments: dict[str, Any], dtype: torch.dtype, prior: str, sigma: dict[str, Any]
+) -> tuple[DEELBoTrainer, dict[str, Any]]:
     """Beside what `learn_by_deelbo` tells: what was saved, as one process loads it."""
-    args = DEELBoConfig(**arguments | {"save_strategy": "no"}, init_sigma=0.05, prior=prior)
+    args = DEELBoConfig.paper(**arguments | {"save_strategy": "no"}, **sigma, prior=prior)
     given = low_rank_prior(make_model("vit").to(dtype)) if prior == "ptyl" else None
     trainer = trained(DEELBoTrainer, args, dtype, model=load_sharded(args, dtype), prior=given)
     learned = what_deelbo_learned(trainer)
@@ -136,11 +143,13 @@ def learn(folder: str | Path, setting: str) -> Path:
         "ddp_backend": "gloo" if "WORLD_SIZE" in os.environ else None,
     }
     by_method = {
-        "deelbo": learn_by_deelbo,
+        "deelbo": partial(learn_by_deelbo, sigma=BY_OPTIMIZER),
+        "layers": partial(learn_by_deelbo, sigma=BY_LAYER),
         "map": learn_by_map,
-        "sharded-l2-sp": partial(learn_sharded, prior="l2-sp"),
-        "sharded-l2-zero": partial(learn_sharded, prior="l2-zero"),
-        "sharded-ptyl": partial(learn_sharded, prior="ptyl"),
+        "sharded-l2-sp": partial(learn_sharded, prior="l2-sp", sigma=BY_OPTIMIZER),
+        "sharded-l2-zero": partial(learn_sharded, prior="l2-zero", sigma=BY_OPTIMIZER),
+        "sharded-ptyl": partial(learn_sharded, prior="ptyl", sigma=BY_OPTIMIZER),
+        "sharded-layers": partial(learn_sharded, prior="l2-zero", sigma=BY_LAYER),
     }[method]
     trainer, learned = by_method(arguments, getattr(torch, dtype))
     line = next(line for line in reversed(trainer.state.log_history) if "grad_norm" in line)

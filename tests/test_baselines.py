@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributions import LowRankMultivariateNormal
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_deelbo import IsotropicPrior
+from hf_deelbo import DEELBoConfig, IsotropicPrior
 from hf_deelbo.baselines import (
     MAPConfig,
     MAPTrainer,
@@ -47,7 +47,7 @@ def make_map_config(tmp_path):
             "use_cpu": True,
             "disable_tqdm": True,
         }
-        return MAPConfig(**(defaults | kwargs))
+        return MAPConfig.paper(**(defaults | kwargs))
 
     return make
 
@@ -392,25 +392,27 @@ class TestTrainer:
         prior = IsotropicPrior.l2_zero(dict(make_model("bert").named_parameters()))
         with pytest.raises(ValueError, match="prior: its parameter names are not those"):
             make_map_trainer(trainer={"prior": prior})
-        model = make_model("vit")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
-        with pytest.raises(ValueError, match=r"weight_decay must be 0, got 0.0001. The prior is the decay"):
-            make_map_trainer(model=model, trainer={"optimizers": (optimizer, None)}).train()
 
 
 class TestConfig:
-    def test_the_optimiser_is_that_of_the_de_elbo(self, make_map_config, make_config):
-        ours, theirs = MAPConfig("outputs", use_cpu=True), type(make_config())("outputs", use_cpu=True)
+    @pytest.mark.parametrize("protocol", ["Trainer's", "paper's"])
+    def test_the_optimiser_is_that_of_the_de_elbo(self, protocol):
+        kinds = [MAPConfig, DEELBoConfig] if protocol == "Trainer's" else [MAPConfig.paper, DEELBoConfig.paper]
+        ours, theirs = (kind("outputs", use_cpu=True) for kind in kinds)
         inherited = {f for f in TrainingArguments.__dataclass_fields__ if not f.startswith("_")}
         assert {f: getattr(ours, f) for f in inherited} == {f: getattr(theirs, f) for f in inherited}
-        assert (ours.optim, ours.optim_args) == ("sgd", "momentum=0.9,nesterov=True")
-        assert (ours.lr_scheduler_type, ours.max_grad_norm, ours.weight_decay) == ("cosine", 1.0, 0.0)
-        assert (ours.per_device_train_batch_size, ours.dataloader_drop_last) == (128, True)
+
+    def test_weight_decay_is_ignored_with_a_warning_that_says_what_decays(self, make_map_config, monkeypatch):
+        messages = []
+        monkeypatch.setattr("hf_deelbo.config.logger.warning", messages.append)
+        assert make_map_config(weight_decay=0.01).weight_decay == 0
+        assert messages == [
+            "weight_decay=0.01 is ignored: delete it. The prior is the decay: set `alpha_over_n` and `beta_over_n`."
+        ]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"weight_decay": 0.01}, "weight_decay: must be 0, got 0.01. The prior is the decay: set `alpha_over_n`"),
             ({"alpha_over_n": -1e-3}, "alpha_over_n: must be a number of at least 0, got -0.001"),
             ({"beta_over_n": math.nan}, "beta_over_n: .*nan"),
             ({"prior": "l3"}, "unknown prior 'l3'"),
@@ -459,6 +461,11 @@ class TestSettings:
         assert settings[:5] == random_settings("l2-sp", 5, seed=0)
         assert settings[:5] != random_settings("l2-sp", 5, seed=1)
         assert {s.lambda_ is None for s in random_settings("ptyl", 9)} == {False}
+
+    def test_learning_rates_are_the_ends_of_their_range(self):
+        rates = [setting.learning_rate for setting in random_settings("l2-sp", 100, learning_rates=[1e-4, 2e-5, 5e-5])]
+        assert 2e-5 <= min(rates) < 2.2e-5
+        assert 0.9e-4 < max(rates) <= 1e-4
 
     @pytest.mark.parametrize("function", [grid, search_space, lambda prior: random_settings(prior, 1)])
     def test_an_unknown_prior(self, function):

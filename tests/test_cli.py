@@ -1,4 +1,6 @@
+import json
 import os
+import re
 
 import pytest
 import torch
@@ -56,6 +58,78 @@ def test_info(folder, posterior, capsys):
     ):
         assert expected in printed
     assert "J" not in [line.split("  ")[0] for line in printed.splitlines()]  # it was not measured
+
+
+def save_with_groups(posterior, folder, names: list[str]) -> None:
+    """As of a posterior with these groups, in the JSON alone; the last is the head."""
+    posterior.save_pretrained(folder)
+    content = json.loads((folder / "posterior_config.json").read_text())
+    rows = [
+        {
+            "name": name,
+            "in_head": index == len(names) - 1,
+            "num_parameters": 10_000 - 10 * index,
+            "sigma": 0.001 * (index + 1),
+            "prior_variance": 0.0004,
+        }
+        for index, name in enumerate(names)
+    ]
+    content |= {"grouping": "layer", "sigma_update": "closed-form", "groups": rows}
+    (folder / "posterior_config.json").write_text(json.dumps(content))
+
+
+def table_of(printed: str) -> list[str]:
+    """What stands below the summary."""
+    return printed.partition("\n\n")[2].splitlines()
+
+
+def test_info_tells_of_several_sigmas(posterior, tmp_path, capsys):
+    save_with_groups(posterior, tmp_path, ["stem", "stages.0", "classifier"])
+    assert main(["info", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^grouping +layer, 3 sigmas$", printed, flags=re.MULTILINE)
+    assert re.search(r"^sigma learned +in closed form, as lambda and tau are$", printed, flags=re.MULTILINE)
+    assert table_of(printed) == [
+        "group              weights  sigma  sqrt(lambda or tau)",
+        "stem                10,000  0.001                 0.02",
+        "stages.0             9,990  0.002                 0.02",
+        "classifier (head)    9,980  0.003                 0.02",
+    ]
+
+
+def test_info_of_one_sigma_has_no_table(folder, capsys):
+    assert main(["info", folder]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^grouping +all, 1 sigma$", printed, flags=re.MULTILINE)
+    assert table_of(printed) == []
+
+
+@pytest.mark.parametrize("number", [30, 31, 150])
+def test_info_of_many_groups_tells_of_the_largest(posterior, tmp_path, capsys, number):
+    names = [f"layer.{index}" for index in range(number)]
+    save_with_groups(posterior, tmp_path, names)
+    path = tmp_path / "posterior_config.json"
+    content = json.loads(path.read_text())
+    content["groups"][-1]["num_parameters"] = 20_000  # stays in its place, at the end
+    path.write_text(json.dumps(content))
+    assert main(["info", str(tmp_path)]) == 0
+    _, *rows = table_of(capsys.readouterr().out)
+    if number > 30:
+        assert rows.pop() == f"and {number - 30} more"
+        assert [row.split()[0] for row in rows] == [*names[:29], names[-1]]
+    assert len(rows) == 30
+    assert "20,000" in rows[-1]
+
+
+def test_info_prints_no_control_characters_of_strangers(posterior, tmp_path, capsys):
+    save_with_groups(posterior, tmp_path, ["a\x1b[2J\nlambda  9", "b" * 1000, "c\u202e"])
+    path = tmp_path / "posterior_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model": "x\x1b]0;y\x07\n"}))
+    assert main(["info", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(character.isprintable() or character == "\n" for character in printed)
+    assert len(table_of(printed)) == 4
+    assert max(map(len, printed.splitlines())) < 300
 
 
 def test_predict_averages_and_shows_the_spread(folder, posterior, image, capsys):

@@ -31,6 +31,8 @@ def test_the_paper(tmp_path):
     assert (config.per_device_train_batch_size, config.dataloader_drop_last) == (128, True)
     changed = DEELBoConfig.paper(str(tmp_path), use_cpu=True, optim="adamw_torch", init_sigma=1e-2)
     assert (changed.optim, changed.optim_args, changed.init_sigma) == ("adamw_torch", None, 1e-2)
+    ours = DEELBoConfig.paper(str(tmp_path), use_cpu=True, sigma_update="closed-form")
+    assert (ours.optim, ours.grouping, ours.kl_warmup_epochs) == ("sgd", "tensor", 3.0)
 
 
 def test_weight_decay_is_ignored_with_one_warning(tmp_path, monkeypatch):

@@ -13,12 +13,15 @@ def digits():
     return load_example("digits")
 
 
-def test_the_plain_elbo_collapses_to_the_prior_and_the_de_elbo_learns(digits, make_config):
+@pytest.mark.parametrize("sigma_update", ["closed-form", "optimizer"])
+def test_the_plain_elbo_collapses_to_the_prior_and_the_de_elbo_learns(digits, make_config, sigma_update):
     train, test = digits.load_data()
     learned = {}
     for kappa in ("auto", 1):
         set_seed(0)
-        args = make_config(kappa=kappa, init_sigma=0.01, max_steps=150, per_device_train_batch_size=128)
+        args = make_config(
+            kappa=kappa, sigma_update=sigma_update, init_sigma=0.01, max_steps=150, per_device_train_batch_size=128
+        )
         trainer = DEELBoTrainer(
             digits.make_model(), args, train_dataset=train, eval_dataset=test, compute_metrics=digits.accuracy
         )

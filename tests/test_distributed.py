@@ -20,8 +20,9 @@ LAUNCHERS = {
 }
 # float64 tells what differs from what is rounded differently; float32 is what people train in
 SETTINGS = [
-    *(f"deelbo/float64/{accumulation}" for accumulation in (1, 2, 4)),
+    *(f"{sigma}/float64/{accumulation}" for sigma in ("deelbo", "layers") for accumulation in (1, 2, 4)),
     *("sharded-l2-sp/float64/2", "sharded-l2-sp/float32/1", "sharded-l2-zero/float64/1", "sharded-ptyl/float64/1"),
+    "sharded-layers/float64/1",
     *("deelbo/float32/2", "map/float64/2"),
 ]
 # what is not the same on each process
@@ -82,9 +83,16 @@ def test_several_processes_learn_what_one_learns(alone, tmp_path, num_processes)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_learns_what_a_whole_batch_learns(alone, tmp_path, accumulation):
-    setting = f"deelbo/float64/{accumulation}"
-    assert_same_learned(load_file(learn(tmp_path, setting)), alone["deelbo/float64"], setting)
+@pytest.mark.parametrize("sigma", ["deelbo", "layers"])
+def test_accumulation_learns_what_a_whole_batch_learns(alone, tmp_path, sigma, accumulation):
+    setting = f"{sigma}/float64/{accumulation}"
+    assert_same_learned(load_file(learn(tmp_path, setting)), alone[f"{sigma}/float64"], setting)
+
+
+def test_each_layer_learned_a_sigma_of_its_own(alone):
+    sigmas = alone["layers/float64"]["sigmas"].tolist()
+    assert len(set(sigmas)) == len(sigmas) > 3
+    assert len(set(alone["deelbo/float64"]["sigmas"].tolist())) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
 
+# a sigma for each layer in closed form, by AdamW, and the paper's way
+CONFIGS = {
+    "closed-form": partial(DEELBoConfig, grouping="layer", learning_rate=0.01),
+    "paper": partial(DEELBoConfig.paper, init_sigma=0.05, learning_rate=0.1),
+}
 FILES_OF_CHECKPOINT = {
     "config.json",
     "model.safetensors",
@@ -31,17 +37,15 @@ FILES_OF_CHECKPOINT = {
 FILE_EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
-def train(folder: Path) -> None:
+def train(make_config: Callable[..., DEELBoConfig], folder: Path) -> None:
     """Train or resume in `folder`, and write what was learned into it."""
     model = make_model("vit")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1  # so that torch's own random numbers matter too
-    args = DEELBoConfig(
+    args = make_config(
         str(folder / "run"),
         max_steps=6,
-        learning_rate=0.1,
-        init_sigma=0.05,
         per_device_train_batch_size=8,
         eval_strategy="steps",
         eval_steps=1,
@@ -58,7 +62,7 @@ def train(folder: Path) -> None:
     )
     last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
     trainer.train(resume_from_checkpoint=last)
-    momentum = [state["momentum_buffer"] for state in trainer.optimizer.state.values()]
+    momentum = list(trainer.optimizer.state.values())
     best = os.path.basename(trainer.state.best_model_checkpoint)
     learned = (model.state_dict(), trainer.posterior.state_dict(), momentum, best, trainer.state.best_metric)
     torch.save(learned, folder / "learned.pt")
@@ -98,35 +102,37 @@ def count_file_events(folder: Path, at_event: Callable[[int], None]) -> None:
     sys.addaudithook(look)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict:
-    """The uninterrupted run: what it learned, how many file events it had, how long it took."""
+@pytest.fixture(scope="module", params=CONFIGS)
+def whole(request, tmp_path_factory) -> dict:
+    """The uninterrupted run: how to make it, what it learned, how many file events it had, how long it took."""
+    train_in = partial(train, CONFIGS[request.param])
     folder, file = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("count") / "count"
 
     def work() -> None:
         count_file_events(folder, lambda count: file.write_text(str(count)))
-        train(folder)
+        train_in(folder)
 
     start = time.perf_counter()
     assert signal_that_ended(started(work)) == 0
     seconds = time.perf_counter() - start
-    return {"learned": torch.load(folder / "learned.pt"), "events": int(file.read_text()), "seconds": seconds}
+    learned, num_events = torch.load(folder / "learned.pt"), int(file.read_text())
+    return {"train_in": train_in, "learned": learned, "events": num_events, "seconds": seconds}
 
 
-def killed_at_event(folder: Path, event: int) -> bool:
+def killed_at_event(train_in: Callable[[Path], None], folder: Path, event: int) -> bool:
     def kill_myself_at(count: int) -> None:
         if count == event:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def work() -> None:
         count_file_events(folder, kill_myself_at)
-        train(folder)
+        train_in(folder)
 
     return signal_that_ended(started(work)) == signal.SIGKILL
 
 
-def killed_after(folder: Path, seconds: float) -> bool:
-    child = started(lambda: train(folder))
+def killed_after(train_in: Callable[[Path], None], folder: Path, seconds: float) -> bool:
+    child = started(lambda: train_in(folder))
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     return signal_that_ended(child) == signal.SIGKILL
@@ -150,7 +156,7 @@ def assert_resumes(folder: Path, whole: dict) -> None:
     if checkpoints := list((folder / "run").glob("checkpoint-*")):
         newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
         assert {path.name for path in newest.iterdir()} == FILES_OF_CHECKPOINT
-    assert signal_that_ended(started(lambda: train(folder))) == 0
+    assert signal_that_ended(started(lambda: whole["train_in"](folder))) == 0
     assert_equal_to_the_bit(torch.load(folder / "learned.pt"), whole["learned"])
 
 
@@ -160,9 +166,9 @@ def kill_and_resume(tmp_path: Path, whole: dict, num_kills: int, seed: int) -> N
         folder = tmp_path / str(num_killed)
         folder.mkdir()
         if num_killed % 2:
-            killed = killed_after(folder, moments.uniform(0, whole["seconds"]))
+            killed = killed_after(whole["train_in"], folder, moments.uniform(0, whole["seconds"]))
         else:
-            killed = killed_at_event(folder, moments.randint(1, whole["events"]))
+            killed = killed_at_event(whole["train_in"], folder, moments.randint(1, whole["events"]))
         if killed:  # else it was over before
             assert_resumes(folder, whole)
             num_killed += 1

@@ -82,6 +82,7 @@ def test_the_optimum_is_reached(problem, make_trainer, sigma_update, init_sigma)
         head_names=["linear.bias"],
         kappa=KAPPA,
         sigma_update=sigma_update,
+        grouping="all",
         init_sigma=init_sigma,
         max_steps=3000,
         learning_rate=0.02,

@@ -37,6 +37,8 @@ def test_memory_is_flat(make_trainer, kind):
     watch = Watch()
     trainer = make_trainer(
         kind,
+        sigma_update="closed-form",
+        grouping="layer",
         max_steps=2000,
         logging_steps=100,
         eval_strategy="steps",

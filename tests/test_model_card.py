@@ -12,10 +12,13 @@ import yaml
 from conftest import make_dataset, make_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from peft import LoraConfig, get_peft_model
 from torch.distributions import MultivariateNormal, kl_divergence
 from transformers import (
+    AutoImageProcessor,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertTokenizer,
     ViTConfig,
     ViTForImageClassification,
@@ -25,6 +28,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_deelbo import GaussianPosterior, LowRankPrior
 from hf_deelbo.model_card import PosteriorCardData, PriorCardData, name_repository, render_card, save_card
+from hf_deelbo.modeling import head_parameter_names
 
 D = 3_383_818
 DIGITS = PosteriorCardData(
@@ -262,6 +266,63 @@ def test_the_text_of_a_full_card():
     assert "Made with hf_deelbo 0.1.0.\n" in text
     assert re.findall(r"!\[.*?\]\((.*?)\)", text) == ["figures/training.png"]
     assert not re.search(r"[ \t]$|\n\n\n|^## .*\n(?!\n)", text, flags=re.MULTILINE)
+
+
+def group_rows(number: int, name: str = "encoder.layer") -> list[dict]:
+    """Of which the last is of the head."""
+    return [
+        {
+            "name": f"{name}.{index}",
+            "in_head": index == number - 1,
+            "num_parameters": 1000 + index,
+            "sigma": 1e-3 * (index + 1),
+            "prior_variance": 4e-4,
+        }
+        for index in range(number)
+    ]
+
+
+@pytest.mark.parametrize("number", [2, 12, 13])
+def test_what_each_group_learned_is_a_table(number):
+    text = render_card(replace(DIGITS, groups=group_rows(number), sigma_update="closed-form")).text
+    assert "\n### What each layer learned\n" in text
+    assert table_row(text, "encoder.layer.0") == ["encoder.layer.0", "1,000", "1.00e-03", "2.00e-02"]
+    assert table_row(text, f"encoder.layer.{number - 1} (head)")[1] == f"{999 + number:,}"
+    assert text.count("<details>") == text.count("</details>") == (number > 12)
+    if number > 12:
+        # markdown inside of HTML needs empty lines around it
+        found = re.search(r"<details>\n<summary>All 13 groups</summary>\n\n(.*?)\n\n</details>\n\n", text, re.DOTALL)
+        assert found[1].count("\n") == 14
+    assert f"with one sigma for each of {number} groups of weights and no correlations" in text
+    assert "the same for all" not in text
+    assert table_row(text, "sigma learned")[1] == "in closed form, as lambda and tau are"
+    assert not re.search(r"[ \t]$|\n\n\n|^#+ .*\n(?!\n)", text, flags=re.MULTILINE)
+    # one lambda and one tau are what the summary says, and pull as it says; of several, they are averages
+    assert ("averaged over weights" in text) == (number > 2)
+    assert ("as a weight decay of" in text) == (number == 2)
+
+
+def test_one_sigma_for_all_needs_no_table():
+    backbone, head = group_rows(2)
+    for groups in ((), [backbone, head | {"sigma": backbone["sigma"]}], [head]):
+        text = render_card(replace(DIGITS, groups=groups, sigma_update="optimizer")).text
+        assert "What each layer learned" not in text
+        assert "with one sigma for all weights and no correlations" in text
+        assert "the same for all" in text
+        assert table_row(text, "sigma learned")[1] == "by the optimizer"
+
+
+def test_a_card_of_adapters_tells_of_the_base_model():
+    data = replace(DIGITS, base_model="timm/resnet50.a1_in1k", has_adapters=True, repo_id="me/mine")
+    card = render_card(data)
+    assert card.data.library_name == "peft"
+    assert 'from_pretrained("timm/resnet50.a1_in1k", num_labels=10, ignore_mismatched_sizes=True)' in card.text
+    assert 'model="me/mine"' not in card.text
+    assert "from where it started" in table_row(card.text, "lambda")[2]
+    assert "pretrained value" not in card.text
+    assert table_row(card.text, "prior")[1] == "L2-SP: around the adapters as they started"
+    assert 'from_pretrained("path/to/the/base/model"' in render_card(replace(data, base_model="/home/alice/base")).text
+    assert not re.search(r"[ \t]$|\n\n\n|^## .*\n(?!\n)", card.text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("prior", ["l2-sp", "l2-zero"])
@@ -530,6 +591,48 @@ def test_the_snippets_run(kind, auto_class, request):
     assert (average - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("kind", "auto_class", "modules"),
+    [
+        ("image", AutoModelForImageClassification, ["q_proj", "v_proj"]),
+        ("text", AutoModelForSequenceClassification, ["query", "value"]),
+    ],
+)
+def test_the_snippets_of_adapters_run(kind, auto_class, modules, request, tmp_path, capfd):
+    base = request.getfixturevalue(f"{kind}_folder")
+    model = auto_class.from_pretrained(base, num_labels=5, ignore_mismatched_sizes=True)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=modules, modules_to_save=["classifier"]))
+    posterior = GaussianPosterior(model, head_parameter_names(model), init_sigma=0.3)
+    with torch.no_grad():
+        for parameter in posterior.parameters().values():
+            parameter += torch.randn(parameter.shape)
+    processor = (AutoImageProcessor if kind == "image" else AutoTokenizer).from_pretrained(base)
+    posterior.save_pretrained(tmp_path / "adapters", processor)
+    data = replace(
+        DIGITS,
+        task=f"{kind}-classification",
+        base_model="some/base",
+        num_classes=5,
+        num_samples=4,
+        repo_id="someone/else",
+        has_adapters=True,
+    )
+    without_package, with_package = snippets(render_card(data), tmp_path / "adapters")
+    printed = []
+    exec(compile(without_package.replace("some/base", str(base)), "without", "exec"), {"print": printed.append})
+    assert "not supported" not in capfd.readouterr().err  # a pipeline says so of peft's own classes
+    if kind == "image":
+        inputs = {"pixel_values": torch.full((1, 3, 8, 8), -1.0)}  # black, normalised by mean and std 0.5
+    else:
+        inputs = {"input_ids": torch.tensor([[2, 5, 6, 3]])}  # [CLS] your text [SEP]
+    expected = posterior.predict_proba(inputs)[0]
+    for answer in printed[0]:
+        assert answer["score"] == pytest.approx(expected[int(answer["label"].split("_")[1])].item(), abs=1e-5)
+    assert max(answer["score"] for answer in printed[0]) == pytest.approx(expected.max().item(), abs=1e-5)
+    exec(compile(with_package, "with", "exec"), {"print": printed.append})
+    torch.testing.assert_close(printed[1], posterior.predict_proba(inputs, 4), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["resnet", "bert"])
 def test_the_snippets_of_a_prior_run(kind, tmp_path, monkeypatch, assert_same):
     monkeypatch.chdir(tmp_path)  # the snippet's outputs
@@ -721,7 +824,7 @@ def test_no_name_can_break_the_card(data, tmp_path, name):
             dataset_config=value,
             dataset_split=value,
             license=value,
-            **({"prior": value} if data is DIGITS else {}),
+            **({"prior": value, "groups": group_rows(13, value)} if data is DIGITS else {}),
             training={value: value, "x": [value, {value: value}]},
             preprocessing={"y": value},
             versions={"z": value},

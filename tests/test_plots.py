@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from hf_deelbo.plots import (
     FixedPosterior,
     PriorFit,
     plot_elbo_comparison,
+    plot_groups,
     plot_reliability,
     plot_training_curves,
     save_figure,
@@ -101,6 +103,77 @@ def test_a_single_log_line_is_visible():
 def test_training_curves_need_a_line_with_nll(history):
     with pytest.raises(ValueError, match="nll"):
         plot_training_curves(history)
+
+
+# ---- Groups --------------------------------------------------------------------------------------------------------
+
+
+def group_rows(number: int, in_head: int = 1) -> list[dict]:
+    """Of which the last `in_head` are of the head."""
+    return [
+        {
+            "name": f"encoder.layer.{index}",
+            "in_head": index >= number - in_head,
+            "num_parameters": 10,
+            "sigma": 1e-4 * 1.05**index,
+            "prior_variance": 1e-6 * 1.1**index,
+        }
+        for index in range(number)
+    ]
+
+
+def test_groups_are_drawn_from_the_first_to_the_head():
+    rows = group_rows(4)
+    (axes,) = plot_groups(rows).axes
+    sigma, width = drawn(axes).values()
+    assert sigma == ([row["sigma"] for row in rows], [1, 2, 3, 4])
+    assert width == (pytest.approx([row["prior_variance"] ** 0.5 for row in rows]), [1, 2, 3, 4])
+    bottom, top = axes.get_ylim()
+    assert bottom > 4 > 1 > top  # the first is on top
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row["name"] for row in rows]
+    assert "\\sigma" in axes.lines[0].get_label()
+    assert "\\sqrt{\\lambda}" in axes.lines[1].get_label()
+    (head,) = axes.patches
+    assert (head.get_y(), head.get_height()) == (3.5, 1)
+
+
+@pytest.mark.parametrize("number", [2, 12, 16, 17, 150])
+def test_groups_are_readable_whatever_their_number(number):
+    figure = plot_groups(group_rows(number, in_head=2 if number > 2 else 1))
+    (axes,) = figure.axes
+    labels = [label for label in axes.get_yticklabels() if label.get_text()]
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    assert all(lower.y1 < upper.y0 for lower, upper in pairwise(boxes))
+    assert all(box.x0 >= 0 for box in boxes)
+    assert len(labels) == number if number <= 16 else len(labels) < 12
+    assert axes.get_window_extent().width > 0.4 * figure.bbox.width
+    left, right = axes.get_xlim()
+    assert 2 <= sum(left <= tick <= right for tick in axes.get_xticks()) <= 8
+
+
+@pytest.mark.parametrize("name", ["$bad_{$", "model." * 40, "a\\b", "100 %"])
+def test_names_of_groups_are_no_formulas_and_leave_room(name):
+    rows = group_rows(3)
+    rows[1]["name"] = name
+    figure = plot_groups(rows)
+    assert figure.axes[0].get_window_extent().width > 0.4 * figure.bbox.width
+    assert all(label.get_window_extent().x0 >= 0 for label in figure.axes[0].get_yticklabels())
+    shown = figure.axes[0].get_yticklabels()[1].get_text()
+    assert shown == name if len(name) < 36 else name.endswith(shown.removeprefix("…"))
+
+
+def test_groups_of_a_real_run(make_trainer):
+    trainer = make_trainer("vit", grouping="layer", sigma_update="closed-form", max_steps=3)
+    trainer.train()
+    rows = trainer.posterior.group_table()
+    (axes,) = plot_groups(rows).axes
+    assert len(rows) == len({row["sigma"] for row in rows}) == len(axes.get_yticks())
+
+
+def test_groups_need_a_row():
+    with pytest.raises(ValueError, match="there are none"):
+        plot_groups([])
 
 
 # ---- Calibration ---------------------------------------------------------------------------------------------------
@@ -203,9 +276,10 @@ def test_reliability_needs_a_bin():
 # ---- ELBo and DE ELBo ----------------------------------------------------------------------------------------------
 
 SIGMA, NUM_EXAMPLES, NLL = 0.3, 4, 0.7
+SEVERAL = ("l2-sp", "tensor")  # the low-rank prior ties the backbone, which then has one sigma
 
 
-def tiny_posterior(kind: str) -> tuple[GaussianPosterior, MultivariateNormal]:
+def tiny_posterior(kind: str, grouping: str = "all") -> tuple[GaussianPosterior, MultivariateNormal]:
     """A posterior of 6 + 2 parameters away from its prior, and the backbone's prior at lambda = 1, dense."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False)).double()
@@ -226,7 +300,7 @@ def tiny_posterior(kind: str) -> tuple[GaussianPosterior, MultivariateNormal]:
         q = torch.cat([d.reshape(3, -1) for d in deviations.values()], dim=1)
         covariance = torch.diag(a / 2 + 0.1) + q.T @ q / 4
     head = ["1.weight"]
-    posterior = GaussianPosterior(model, head, prior, init_sigma=SIGMA, num_examples=NUM_EXAMPLES)
+    posterior = GaussianPosterior(model, head, prior, grouping=grouping, init_sigma=SIGMA, num_examples=NUM_EXAMPLES)
     with torch.no_grad():
         for p in model[0].parameters():
             p.add_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
@@ -306,6 +380,35 @@ def test_comparison_shows_every_maximum_and_cuts_the_cliffs():
         assert min(drawn(axes)["A"][1]) < bottom - 1000
 
 
+@pytest.mark.parametrize(("lambda_", "tau", "kappa"), [(1.0, 1.0, 1.0), (0.02, 5.0, 1.0), (30.0, 0.1, 7.5)])
+@pytest.mark.parametrize(("kind", "grouping"), [("l2-sp", "tensor"), ("low-rank", "tensor"), ("l2-sp", "part")])
+def test_value_of_several_sigmas_is_j_of_dense_gaussians(kind, grouping, lambda_, tau, kappa):
+    """Summed over the groups, each with its own sigma; in float64."""
+    posterior, prior = tiny_posterior(kind, grouping)
+    with torch.no_grad():
+        posterior.rho += torch.arange(len(posterior.groups))
+    assert len(set(posterior.sigmas.tolist())) == len(posterior.groups) == (3 if (kind, grouping) == SEVERAL else 2)
+    means, sigmas = [], []
+    parameters = posterior.parameters()
+    for group, sigma in zip(posterior.groups, posterior.sigmas, strict=True):
+        for name in group.parameters:
+            means.append(parameters[name].flatten())
+            sigmas.append(sigma.expand(parameters[name].numel()))
+    means, variances = torch.cat(means), torch.cat(sigmas) ** 2
+    w, v = slice(0, 6), slice(6, 8)
+    kl = kl_divergence(
+        MultivariateNormal(means[w], torch.diag(variances[w])),
+        MultivariateNormal(prior.mean, lambda_ * prior.covariance_matrix),
+    ) + kl_divergence(
+        MultivariateNormal(means[v], torch.diag(variances[v])),
+        MultivariateNormal(torch.zeros(2).double(), tau * torch.eye(2).double()),
+    )
+    fixed = FixedPosterior.from_posterior("q", posterior, NLL)
+    assert fixed.value(lambda_, tau, kappa) == pytest.approx(-kappa * NUM_EXAMPLES * NLL - float(kl), rel=1e-12)
+    best = fixed.best_common_variance
+    assert fixed.value(best, best, 2.0) > max(fixed.value(v, v, 2.0) for v in (best * 0.999, best * 1.001))
+
+
 def test_fixed_posterior_is_that_of_the_trainer_and_stays(make_trainer):
     trainer = make_trainer()
     trainer.train()
@@ -375,6 +478,8 @@ def test_json_of_a_comparison_has_titles_and_full_precision(tmp_path):
         lambda: plot_training_curves([log_line(1), log_line(20), log_line(60)]),
         lambda: plot_reliability(two_classes(0.7, 0.9), [0, 1]),
         lambda: plot_elbo_comparison(simple_and_close()),
+        lambda: plot_groups(group_rows(5)),
+        lambda: plot_groups(group_rows(40)),
     ],
 )
 def test_the_same_figure_gives_the_same_bytes(draw, tmp_path):

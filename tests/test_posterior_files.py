@@ -24,8 +24,10 @@ def inputs_of(kind: str, size: int = 6) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "labels"}
 
 
-def make_posterior(kind: str = "resnet", prior: str = "l2-sp", frozen: str | None = None) -> GaussianPosterior:
-    """A posterior away from its prior, as if it had been trained."""
+def make_posterior(
+    kind: str = "resnet", prior: str = "l2-sp", frozen: str | None = None, **settings: str
+) -> GaussianPosterior:
+    """A posterior away from its prior and its start, as if it had been trained."""
     model = make_model(kind)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen is None or frozen not in name)
@@ -33,11 +35,14 @@ def make_posterior(kind: str = "resnet", prior: str = "l2-sp", frozen: str | Non
     head = [name for name in names if name.startswith(HEADS[kind][0])]
     backbone = {name: p for name, p in model.named_parameters() if name in names and name not in head}
     priors = {"l2-zero": IsotropicPrior.l2_zero, "l2-sp": IsotropicPrior.l2_sp, "ptyl": low_rank_prior}
-    posterior = GaussianPosterior(model, head, priors[prior](backbone), init_sigma=0.02, num_examples=24)
+    posterior = GaussianPosterior(model, head, priors[prior](backbone), init_sigma=0.02, num_examples=24, **settings)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in posterior.parameters().values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        if posterior.grouping != "all":
+            posterior.rho += 0.5 * torch.randn(posterior.rho.shape, generator=generator)
+            posterior.curvature.sums += torch.rand(posterior.curvature.sums.shape, generator=generator)
     posterior.update_prior_variances()
     posterior.recompute_batch_norm([inputs_of(kind)], num_samples=3)
     kl = {"kl_backbone": float(posterior.kl.backbone), "kl_head": float(posterior.kl.head)}
@@ -106,6 +111,76 @@ def test_loaded_it_is_the_same_to_the_bit(kind, prior, tmp_path):
     for num_samples in (0, 3):
         expected = posterior.predict_proba(inputs_of(kind), num_samples)
         assert torch.equal(loaded.predict_proba(inputs_of(kind), num_samples), expected)
+
+
+@pytest.mark.parametrize("prior", ["l2-zero", "l2-sp", "ptyl"])
+@pytest.mark.parametrize("grouping", ["part", "layer", "tensor"])
+def test_several_sigmas_come_back_to_the_bit(grouping, prior, tmp_path):
+    posterior = make_posterior("resnet", prior, grouping=grouping)
+    posterior.save_pretrained(tmp_path)
+    loaded = GaussianPosterior.from_pretrained(tmp_path)
+    assert equal(summary(loaded), summary(posterior))
+    assert torch.equal(loaded.sigmas, posterior.sigmas)
+    assert torch.equal(loaded.prior_variances, posterior.prior_variances)
+    assert loaded.groups == posterior.groups
+    assert (loaded.grouping, loaded.sigma_update) == (grouping, "closed-form")
+    content = json.loads((tmp_path / CONFIG).read_text())
+    assert content["groups"] == posterior.group_table()
+    assert len({row["sigma"] for row in content["groups"]}) == len(content["groups"]) > 1
+    inputs = inputs_of("resnet")
+    assert torch.equal(loaded.predict_proba(inputs, 3), posterior.predict_proba(inputs, 3))
+
+
+def test_a_posterior_of_format_1_still_loads(tmp_path):
+    """One sigma, which the optimiser learned; neither groups nor a curvature."""
+    model = make_model("vit")
+    model.save_pretrained(tmp_path)
+    sigma, start, w, v = 0.03, {}, [], []
+    for name, parameter in model.named_parameters():
+        if name.startswith("classifier"):
+            v.append(parameter.detach().double().flatten())
+        else:
+            start[name] = parameter.detach() + 0.1
+            w.append((parameter.detach() - start[name]).double().flatten())
+    numbers = {
+        "lambda_": sigma**2 + torch.cat(w).square().mean().item(),
+        "tau": sigma**2 + torch.cat(v).square().mean().item(),
+        "kappa": 12.5,
+        "num_examples": 40,
+    }
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    tensors["rho"] = torch.tensor(sigma, dtype=torch.float64).expm1().log()
+    save_file(tensors | {f"prior.mean.{name}": mean for name, mean in start.items()}, tmp_path / TENSORS)
+    content = {
+        "sha256": {name: sha256_of(tmp_path / name) for name in (MODEL, TENSORS)},
+        "library_versions": {"hf-deelbo": "0.1.0"},
+        "format_version": 1,
+        "auto_class": "AutoModelForImageClassification",
+        "head_names": ["classifier.bias", "classifier.weight"],
+        "frozen_names": [],
+        "prior": {"kind": "l2-sp"},
+        **numbers,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "sigma": sigma,
+        "sample_seeds": [],
+        "de_elbo": None,
+        "base_model": None,
+        "base_model_revision": None,
+    }
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+
+    loaded = GaussianPosterior.from_pretrained(tmp_path)
+    assert (loaded.grouping, loaded.sigma_update, loaded.curvature) == ("all", "optimizer", None)
+    assert (float(loaded.sigma), loaded.kappa, loaded.num_examples) == (pytest.approx(sigma, rel=1e-12), 12.5, 40)
+    assert float(loaded.lambda_) == pytest.approx(numbers["lambda_"], rel=1e-6)
+    assert float(loaded.tau) == pytest.approx(numbers["tau"], rel=1e-6)
+    assert torch.equal(loaded.prior.mean["vit.layernorm.weight"], start["vit.layernorm.weight"])
+    expected = model.eval()(**inputs_of("vit")).logits.softmax(-1)
+    assert torch.equal(loaded.predict_proba(inputs_of("vit")), expected)
+    # saved again it is of the present format
+    loaded.save_pretrained(tmp_path / "again")
+    assert equal(summary(GaussianPosterior.from_pretrained(tmp_path / "again")), summary(loaded))
+    assert json.loads((tmp_path / "again" / CONFIG).read_text())["format_version"] == 2
 
 
 def test_frozen_parameters_stay_outside(tmp_path):
@@ -227,8 +302,8 @@ class TestBadFiles:
         self.check(folder, "it is no JSON")
 
     def test_newer_format(self, folder):
-        rewrite(folder, format_version=2)
-        self.check(folder, "format_version is 2.*pip install --upgrade hf-deelbo")
+        rewrite(folder, format_version=3)
+        self.check(folder, "format_version is 3.*pip install --upgrade hf-deelbo")
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "null", "\x00", '{"kappa": NaN}', "[" * 100_000])
     def test_no_json(self, folder, content):
@@ -236,9 +311,79 @@ class TestBadFiles:
         self.check(folder, CONFIG)
 
     @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("name", "bone"),
+            ("name", None),
+            ("name", 3),
+            ("name", GONE),
+            ("in_head", True),
+            ("in_head", 0),
+            ("num_parameters", 1),
+            ("num_parameters", 0),
+            ("num_parameters", 10.0),
+            ("num_parameters", True),
+            ("num_parameters", 10**30),
+            ("num_parameters", 10**400),
+            ("sigma", 0.02001),
+            ("sigma", -0.02),
+            ("sigma", 0.0),
+            ("sigma", "0.02"),
+            ("sigma", None),
+            ("sigma", 1),
+            ("sigma", [0.02]),
+            ("prior_variance", 0.5),
+            ("prior_variance", -1.0),
+            ("prior_variance", GONE),
+            ("colour", "blue"),
+        ],
+    )
+    def test_wrong_groups(self, folder, key, value):
+        groups = json.loads((folder / CONFIG).read_text())["groups"]
+        groups[0] = {k: v for k, v in (groups[0] | {key: value}).items() if v is not GONE}
+        rewrite(folder, groups=groups)
+        self.check(folder, "groups: |64 bits")
+
+    @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "1e-400"])
+    @pytest.mark.parametrize("key", ["sigma", "prior_variance"])
+    def test_numbers_of_groups_that_are_none(self, folder, key, number):
+        content = json.loads((folder / CONFIG).read_text())
+        content["groups"][0][key] = "NUMBER"
+        (folder / CONFIG).write_text(json.dumps(content).replace('"NUMBER"', number))
+        self.check(folder, "groups: |no JSON")
+
+    @pytest.mark.parametrize("change", [lambda g: g[::-1], lambda g: g[:1], lambda g: [*g, g[0]], lambda g: []])
+    def test_groups_that_are_others(self, folder, change):
+        rewrite(folder, groups=change(json.loads((folder / CONFIG).read_text())["groups"]))
+        self.check(folder, "groups: ")
+
+    def test_groups_of_several_sigmas_are_compared_with_the_tensors(self, tmp_path):
+        make_posterior(grouping="tensor").save_pretrained(tmp_path)
+        groups = json.loads((tmp_path / CONFIG).read_text())["groups"]
+        groups[3]["sigma"] *= 1 + 1e-5
+        rewrite(tmp_path, groups=groups)
+        self.check(tmp_path, f"groups: sigma of '{groups[3]['name']}' is stated as")
+
+    @pytest.mark.parametrize(
         ("name", "value"),
         [
             ("kappa", "auto"),
+            ("grouping", "layer"),
+            ("grouping", "row"),
+            ("grouping", None),
+            ("sigma_update", "optimizer"),
+            ("sigma_update", "magic"),
+            ("sigma_update", GONE),
+            ("groups", GONE),
+            ("groups", None),
+            ("groups", {}),
+            ("groups", [3]),
+            ("base", {}),
+            ("base", {"config": {}, "sha256": ""}),
+            ("num_examples", 10**30),
+            ("num_examples", 10**400),
+            ("prior", {"kind": "l2-sp", "scales": []}),
+            ("prior", {"kind": "l2-sp", "scales": {"x": 1.0}}),
             ("kappa", -1.0),
             ("num_examples", 24.5),
             ("num_examples", True),

@@ -42,11 +42,13 @@ def trial(nll: float | None, accuracy: float | None, seconds: float) -> dict:
 
 
 TRIALS = [trial(1.2, 0.3, 7), trial(0.6, 0.6, 10), trial(0.5, 0.55, 11), trial(None, None, 2), trial(0.9, 0.5, 10)]
+CHANGES = ("kappa", "sigma_update", "grouping", "init_sigma")  # what a line's run may have of its own
 
 
 def line(method: str, seed: int, runs: float, seconds: float, **accuracies_and_nlls) -> dict:
     """A line as `studies.carry_out` makes it; `mean=(accuracy, nll)` and so forth."""
-    changes = {name: accuracies_and_nlls.pop(name) for name in ("kappa", "init_sigmas") if name in accuracies_and_nlls}
+    changes = {name: accuracies_and_nlls.pop(name) for name in CHANGES if name in accuracies_and_nlls}
+    changes = {"sigma_update": "optimizer", "init_sigma": 1e-2} | changes
     if method == "deelbo-single":
         changes["learning_rates"] = (0.1,)
     j = accuracies_and_nlls.pop("de_elbo", -200.0 - seed / 100)
@@ -112,7 +114,7 @@ class TestTables:
     def test_where_j_wants_sigma_to_start(self):
         values = {1e-4: (-30, -20, -10), 1e-2: (-20, -30, -9)}  # of three sets, the second prefers 1e-4
         lines = [
-            line("deelbo-full", seed, 4, 400, mean=(0.4, 2.0), init_sigmas=(sigma,), de_elbo=j)
+            line("deelbo-full", seed, 4, 400, mean=(0.4, 2.0), init_sigma=sigma, de_elbo=j)
             for sigma, js in values.items()
             for seed, j in zip((1001, 2001, 3001), js, strict=True)
         ]
@@ -121,6 +123,23 @@ class TestTables:
             "L2-SP, DE ELBo, all in full: of 3 training sets, J is highest with sigma from 0.01 on 2, "
             "sigma from 0.0001 on 1."
         )
+
+    def test_a_sigma_in_closed_form_has_no_start(self):
+        groupings = ("all", "layer", StudyRun.grouping)
+        lines = [
+            line("deelbo-full", seed, 4, 400, mean=(0.4, 2.0), sigma_update="closed-form", grouping=grouping)
+            for grouping in groupings
+            for seed in (1001, 2001, 3001)
+        ]
+        rows = rows_of(lines + HALVING + GRID)
+        assert [row.name for row in rows] == [
+            "L2-SP, MAP, grid search",
+            "L2-SP, DE ELBo, all in full, sigma in closed form, one",
+            "L2-SP, DE ELBo, all in full, sigma in closed form, by layer",
+            "L2-SP, DE ELBo, all in full, sigma in closed form",
+            "L2-SP, DE ELBo, halving, sigma from 0.01",
+        ]
+        assert preferred_starts(rows) == []
 
     def test_quality(self):
         table = cells(quality_table(rows_of(HALVING + PLAIN + GRID)))
@@ -185,9 +204,9 @@ class TestTables:
 
     def test_all_in_full_is_left_out_where_it_repeats_halving(self):
         full = [run | {"config": run["config"] | {"method": "deelbo-full"}} for run in HALVING]
-        other_start = [run | {"config": run["config"] | {"init_sigmas": [1e-4]}} for run in full]
+        other_start = [run | {"config": run["config"] | {"init_sigma": 1e-4}} for run in full]
         rows = without_repeats(rows_of(GRID + HALVING + full + other_start))
-        assert [(row.config["method"], row.start) for row in rows] == [
+        assert [(row.config["method"], row.sigma) for row in rows] == [
             ("map-grid", ""),
             ("deelbo-full", "sigma from 0.0001"),
             ("deelbo-halving", "sigma from 0.01"),
@@ -247,7 +266,8 @@ class TestReport:
         text = files["results/REPORT.md"].decode()
         assert all(f"(figures/{name}.png)" in text for name in figures)
         assert all(f"`{run['id']}`" in text for run in GRID + HALVING + PLAIN + SWEEP)
-        # the order of lines makes no difference
+        # nor do the order of lines, and those of other scripts, make a difference
+        (folder / "results" / "c.jsonl").write_text(json.dumps({"id": "1", "config": {"row": "digits"}}) + "\n")
         (folder / "results" / "a.jsonl").write_text("".join(json.dumps(run) + "\n" for run in (HALVING + GRID)[::-1]))
         assert self.report(script, folder)["results/REPORT.md"] == files["results/REPORT.md"]
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import sys
+from dataclasses import fields
 
 import datasets
 import numpy as np
@@ -12,7 +14,6 @@ import yaml
 from conftest import load_example, make_model
 from huggingface_hub import ModelCard
 from PIL import Image
-from safetensors.torch import load_file
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -20,15 +21,23 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_deelbo import GaussianPosterior
+from hf_deelbo import DEELBoConfig, GaussianPosterior
 from hf_deelbo.data import decode_image
 from hf_deelbo.runs import Task
-from hf_deelbo.selection import Candidate
 
 
 @pytest.fixture(scope="module")
 def script():
     return load_example("run_deelbo")
+
+
+@pytest.fixture
+def reviews(tmp_path) -> str:
+    """Texts of two classes, as a folder."""
+    rows = {"text": ["good film", "very very bad film"] * 10, "label": ["pos", "neg"] * 10}
+    (tmp_path / "reviews").mkdir()
+    datasets.Dataset.from_dict(rows).to_json(tmp_path / "reviews" / "train.json")
+    return str(tmp_path / "reviews")
 
 
 def run(script, monkeypatch, *arguments: str) -> None:
@@ -51,9 +60,41 @@ class TestArguments:
 
     def test_one_learning_rate_means_no_choice(self, script):
         _, _, run, _ = script.parse(["--dataset_name", "cifar10", "--use_cpu"])
-        assert (run.learning_rates, run.init_sigmas) == ([0.1, 0.01, 0.001, 0.0001], [1e-2])
+        assert run.learning_rates == [0.1, 0.01, 0.001, 0.0001]
         _, _, run, config = script.parse(["--dataset_name", "cifar10", "--learning_rate", "0.3", "--use_cpu"])
-        assert (run.learning_rates, run.init_sigmas, config.learning_rate) == (None, [1e-2], 0.3)
+        assert (run.learning_rates, config.learning_rate) == (None, 0.3)
+
+    def test_images_are_learned_by_the_papers_optimiser_with_sigma_in_closed_form(self, script, shades):
+        for data in (["--dataset_name", "cifar10"], ["--dataset_name", shades], ["--train_dir", "photos"]):
+            _, _, run, config = script.parse([*data, "--use_cpu"])
+            assert (run.selection, run.learning_rates) == ("halving", [0.1, 0.01, 0.001, 0.0001])
+            assert (config.optim, config.optim_args) == ("sgd", "momentum=0.9,nesterov=True")
+            assert (config.lr_scheduler_type, config.per_device_train_batch_size) == ("cosine", 128)
+            assert (config.warmup_steps, config.dataloader_drop_last) == (0, True)
+            assert config.sigma_update == "closed-form"
+
+    def test_texts_are_learned_as_transformers_are(self, script, reviews):
+        data = ["--dataset_name", reviews, "--use_cpu"]
+        _, _, run, config = script.parse(data)
+        assert (run.selection, run.learning_rates) == ("halving", [2e-4, 1e-4, 5e-5, 2e-5])
+        assert config.optim.value.startswith("adamw")
+        assert (config.lr_scheduler_type, config.get_warmup_steps(70)) == ("linear", 7)
+        assert (config.per_device_train_batch_size, config.num_train_epochs, config.max_steps) == (16, 10, -1)
+        assert (config.sigma_update, config.dataloader_drop_last) == ("closed-form", False)
+        _, _, run, config = script.parse(
+            [*data, "--warmup_steps", "0", "--num_train_epochs", "3", "--per_device_train_batch_size=4"]
+        )
+        assert (config.warmup_steps, config.num_train_epochs, config.per_device_train_batch_size) == (0, 3, 4)
+        assert run.learning_rates == [2e-4, 1e-4, 5e-5, 2e-5]
+
+    def test_a_preset_leaves_nothing_of_the_kind_of_data(self, script, reviews):
+        _, _, run, config = script.parse(["--preset", "paper", "--dataset_name", reviews, "--use_cpu"])
+        assert (run.selection, run.learning_rates, config.warmup_steps) == ("full", [0.1, 0.01, 0.001, 0.0001], 0)
+        assert (config.optim, config.per_device_train_batch_size) == ("sgd", 128)
+
+    def test_another_optimiser_gets_no_arguments_of_the_papers(self, script):
+        _, _, _, config = script.parse(["--dataset_name", "cifar10", "--optim", "adamw_torch", "--use_cpu"])
+        assert (config.optim, config.optim_args) == ("adamw_torch", None)
 
     @pytest.mark.parametrize("suffix", ["json", "yaml"])
     def test_a_file_is_the_only_argument(self, script, tmp_path, suffix):
@@ -81,7 +122,11 @@ def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
     )
     _, data, run, config = arguments
     assert data.image_size == 224
-    assert (run.selection, run.learning_rates, run.init_sigmas) == ("full", [0.1, 0.01, 0.001, 0.0001], [1e-4])
+    assert (run.selection, run.learning_rates) == ("full", [0.1, 0.01, 0.001, 0.0001])
+    papers = DEELBoConfig.paper(config.output_dir, use_cpu=True, max_steps=6000)
+    own = {"logging_steps", "save_total_limit"}
+    for name in {part.name for part in fields(papers)} - own:
+        assert getattr(config, name) == getattr(papers, name), name
     assert (config.max_steps, config.num_elbo_samples, config.num_eval_samples) == (6000, 10, 0)
 
     task = script.Run(arguments).task
@@ -95,7 +140,7 @@ def test_the_preset_is_the_papers_protocol(script, shades, tiny_vit, tmp_path):
 
     data.image_size = 8  # for the tiny model
     config.output_dir = str(tmp_path / "tiny")
-    trainer = script.Run(arguments).make_trainer(Candidate(0.1, 1e-4), str(tmp_path / "run"))
+    trainer = script.Run(arguments).make_trainer(0.1, str(tmp_path / "run"))
     assert (trainer.posterior.kappa, trainer.posterior.num_examples) == (trainer.posterior.num_parameters / 15, 15)
     assert trainer.args.per_device_train_batch_size == 15  # min(128, N)
     trainer.create_optimizer_and_scheduler(6000)
@@ -117,19 +162,18 @@ class TestRuns:
         outputs = tmp_path / "outputs"
         arguments = [
             *("--dataset_name", shades, "--model_name_or_path", tiny_vit, "--image_size", "8", "--train_size", "15"),
-            *("--max_steps", "20", "--learning_rates", "0.1", "0.001", "--init_sigma", "0.01", "--logging_steps", "1"),
+            *("--max_steps", "20", "--learning_rates", "0.1", "0.001", "--logging_steps", "1"),
             *("--compare_elbo", "true", "--num_average_samples", "3", "--output_dir", str(outputs)),
         ]
         run(script, monkeypatch, *arguments)
         printed = capsys.readouterr().out
         assert "Learned from 15 examples of 3 classes" in printed
         assert "averaged over samples" in printed
+        assert re.search(r"Chosen by J, without a validation set: learning rate 0\.(1|001)\.", printed)
 
         metrics = json.loads((outputs / "metrics.json").read_text())
         assert metrics["results"].keys() == {"DE ELBo", "plain ELBo"}
         learned = metrics["results"]["DE ELBo"]
-        saved = load_file(outputs / "posterior" / "posterior.safetensors")
-        assert learned["lambda_"] == pytest.approx(saved["lambda_"].item())
         model = AutoModelForImageClassification.from_pretrained(outputs / "posterior").eval()
         model_arguments, data_arguments, *_ = script.parse([*arguments, "--use_cpu"])
         task = Task(model_arguments, data_arguments)
@@ -141,6 +185,8 @@ class TestRuns:
         processor = AutoImageProcessor.from_pretrained(outputs / "posterior")
         torch.testing.assert_close(processor(images, return_tensors="pt")["pixel_values"], batch, rtol=0, atol=1e-6)
         posterior = GaussianPosterior.from_pretrained(outputs / "posterior")
+        assert learned["lambda_"] == pytest.approx(posterior.lambda_.item())
+        assert learned["sigma"] == pytest.approx(posterior.sigma.item())
         averaged = posterior.predict_proba({"pixel_values": batch}, num_samples=3)
         nll = torch.nn.functional.nll_loss(averaged.log(), labels).item()
         assert learned["test"]["average"]["nll"] == pytest.approx(nll, rel=1e-4)
@@ -246,19 +292,16 @@ class TestRuns:
                 *("--output_dir", str(tmp_path / "outputs")),
             )
 
-    def test_text(self, script, tmp_path, monkeypatch):
+    def test_text(self, script, reviews, tmp_path, monkeypatch):
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "very"]
         (tmp_path / "bert").mkdir()
         (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
         make_model("bert").save_pretrained(tmp_path / "bert")
         BertTokenizerFast(str(tmp_path / "bert" / "vocab.txt")).save_pretrained(tmp_path / "bert")
-        rows = {"text": ["good film", "very very bad film"] * 10, "label": ["pos", "neg"] * 10}
-        (tmp_path / "reviews").mkdir()
-        datasets.Dataset.from_dict(rows).to_json(tmp_path / "reviews" / "train.json")
         run(
             script,
             monkeypatch,
-            *("--dataset_name", str(tmp_path / "reviews"), "--model_name_or_path", str(tmp_path / "bert")),
+            *("--dataset_name", reviews, "--model_name_or_path", str(tmp_path / "bert")),
             *("--max_steps", "10", "--logging_steps", "1", "--output_dir", str(tmp_path / "outputs")),
         )
         metrics = json.loads((tmp_path / "outputs" / "metrics.json").read_text())

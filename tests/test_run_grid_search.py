@@ -3,6 +3,7 @@
 import json
 import sys
 
+import datasets
 import pytest
 import torch
 from conftest import load_example
@@ -44,12 +45,27 @@ class TestArguments:
     def test_the_preset_is_the_papers_grid(self, script):
         _, data, options, config = script.parse(["--preset", "paper", "--dataset_name", "cifar10", "--use_cpu"])
         assert (data.image_size, config.max_steps, config.per_device_train_batch_size) == (224, 6000, 128)
+        assert (config.optim, config.lr_scheduler_type, config.dataloader_drop_last) == ("sgd", "cosine", True)
         assert grid(config.prior, options.learning_rates, options.penalties, options.lambdas) == grid("l2-sp")
         assert grid("ptyl", options.learning_rates, options.penalties, options.lambdas) == grid("ptyl")
 
     def test_one_learning_rate(self, script):
         _, _, options, _ = script.parse(["--dataset_name", "cifar10", "--learning_rate", "0.3", "--use_cpu"])
         assert options.learning_rates == [0.3]
+
+    def test_training_is_that_of_run_deelbo(self, script, tmp_path):
+        datasets.Dataset.from_dict({"text": ["good", "bad"] * 5, "label": [1, 0] * 5}).to_json(tmp_path / "train.json")
+        for name, rates, optim in (
+            ("cifar10", [0.1, 0.01, 0.001, 0.0001], "sgd"),
+            (str(tmp_path), [2e-4, 1e-4, 5e-5, 2e-5], "adamw"),
+        ):
+            arguments = ["--dataset_name", name, "--use_cpu"]
+            _, _, options, config = script.parse(arguments)
+            _, _, theirs, other = load_example("run_deelbo").parse(arguments)
+            assert options.learning_rates == theirs.learning_rates == rates
+            assert config.optim.value.startswith(optim)
+            for field in ("optim", "optim_args", "lr_scheduler_type", "warmup_steps", "num_train_epochs"):
+                assert getattr(config, field) == getattr(other, field)
 
     def test_an_unknown_search(self, script):
         with pytest.raises(ValueError, match="search: unknown search 'best'"):
@@ -77,9 +93,10 @@ def test_a_grid(script, monkeypatch, arguments, tmp_path, capsys):
 
 @pytest.mark.parametrize("search", ["random", "tpe"])
 def test_other_searches(script, monkeypatch, arguments, tmp_path, search):
-    run(script, monkeypatch, [*arguments, "--search", search, "--num_trials", "2", "--prior", "l2-zero"])
+    rates = ("--learning_rates", "0.1", "0.01")
+    run(script, monkeypatch, [*arguments, *rates, "--search", search, "--num_trials", "2", "--prior", "l2-zero"])
     numbers = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
     assert (len(numbers["trials"]), numbers["runs"]) == (2, 3)
     rates = [trial["setting"]["learning_rate"] for trial in numbers["trials"]]
     assert len(set(rates)) == 2
-    assert all(1e-4 <= rate <= 0.1 for rate in rates)
+    assert all(0.01 <= rate <= 0.1 for rate in rates)

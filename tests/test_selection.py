@@ -8,11 +8,10 @@ import pytest
 import torch
 from conftest import make_dataset, make_model
 
-from hf_deelbo import DEELBoTrainer
-from hf_deelbo.objective import DEELBo
-from hf_deelbo.selection import Candidate, elbo_objective, halving_runs, halving_steps, potential, select
+from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo.selection import elbo_objective, halving_runs, halving_steps, select
 
-CANDIDATES = [Candidate(rate, 0.05) for rate in (0.1, 0.01, 0.001, 0.0001)]
+RATES = [0.1, 0.01, 0.001, 0.0001]
 
 
 @pytest.fixture
@@ -26,12 +25,12 @@ def task(make_config, tmp_path, monkeypatch):
         def __init__(self):
             self.steps = 0
 
-        def make_trainer(self, candidate: Candidate, output_dir: str) -> DEELBoTrainer:
+        def make_trainer(self, learning_rate: float, output_dir: str) -> DEELBoTrainer:
             args = make_config(
                 output_dir=output_dir,
                 max_steps=20,
-                learning_rate=candidate.learning_rate,
-                init_sigma=candidate.init_sigma,
+                learning_rate=learning_rate,
+                sigma_update="closed-form",
                 save_strategy="steps",
                 save_steps=5,
                 num_elbo_samples=3,
@@ -51,7 +50,7 @@ def task(make_config, tmp_path, monkeypatch):
 
 
 def cost_of(steps: list[int], number: int, max_steps: int) -> int:
-    """Steps of all candidates, half of which are dropped each time."""
+    """Steps of all rates, half of which are dropped each time."""
     left, done, cost = number, 0, 0
     for rung in [*steps, max_steps]:
         cost += left * (rung - done)
@@ -89,88 +88,46 @@ class TestHalvingSteps:
         assert halving_runs(number, max_steps) == number
 
 
-class TestPotential:
-    def test_it_is_the_highest_j_of_posteriors_with_these_means_and_a_larger_sigma(self, make_trainer):
-        trainer, others = self.trained_and_with_larger_sigmas(make_trainer, prior="l2-sp")
-        values = [other.value for other in others if other.nll <= 1.01 * others[0].nll]
-        assert potential(trainer) == pytest.approx(max(values), rel=1e-9)
-        assert values.index(max(values)) > 0
-        assert values[0] == pytest.approx(trainer.de_elbo().value, rel=1e-9)
-        assert values[0] < 2 * max(values)
-
-    def test_a_sigma_that_costs_likelihood_is_not_taken(self, make_trainer):
-        """Far from the prior's mean, the KL would pay for a sigma that drowns what was learned."""
-        trainer, others = self.trained_and_with_larger_sigmas(make_trainer, prior="l2-zero")
-        best = max(others, key=lambda other: other.value)
-        assert best.nll > 1.01 * others[0].nll
-        allowed = max(other.value for other in others if other.nll <= 1.01 * others[0].nll)
-        assert potential(trainer) == pytest.approx(allowed, rel=1e-9)
-        assert allowed < best.value
-
-    @staticmethod
-    def trained_and_with_larger_sigmas(make_trainer, prior: str) -> tuple[DEELBoTrainer, list[DEELBo]]:
-        """A trainer after two steps, and J of others with its means and 1, 4, 16, ... times its sigma."""
-        arguments = {"prior": prior, "num_elbo_samples": 3}
-        trainer = make_trainer("bert", init_sigma=1e-3, max_steps=2, learning_rate=0.5, **arguments)
-        start = trainer.posterior.prior
-        trainer.train()
-        sigma, values = float(trainer.posterior.sigma), []
-        for k in range(6):
-            model = make_model("bert")
-            model.load_state_dict(trainer.model.state_dict())
-            other = make_trainer("bert", model=model, init_sigma=sigma * 4**k, trainer={"prior": start}, **arguments)
-            values.append(other.de_elbo())
-        return trainer, values
-
-    def test_it_is_j_where_the_kl_is_small(self, make_trainer):
-        trainer = make_trainer(max_steps=2, num_elbo_samples=3)
-        trainer.train()
-        calls, de_elbo = [], trainer.de_elbo
-        trainer.de_elbo = lambda **kwargs: calls.append(kwargs) or de_elbo(**kwargs)
-        assert potential(trainer, num_samples=2) == de_elbo(num_samples=2).value
-        assert calls == [{"num_samples": 2}]
-
-
 class TestFull:
     def test_the_highest_j_is_taken(self, task):
-        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder, method="full")
+        trainer, selection = select(task.make_trainer, RATES, task.folder, method="full")
         values = {}
-        for candidate in CANDIDATES:
-            alone = task.make_trainer(candidate, str(task.folder.parent / candidate.name))
+        for rate in RATES:
+            alone = task.make_trainer(rate, str(task.folder.parent / str(rate)))
             alone.train()
-            values[candidate] = alone.de_elbo().value
-        assert {trial.candidate: trial.de_elbo for trial in selection.trials} == pytest.approx(values, rel=1e-9)
-        assert selection.best == max(values, key=values.get)
+            values[rate] = alone.de_elbo().value
+        assert {trial.learning_rate: trial.de_elbo for trial in selection.trials} == pytest.approx(values, rel=1e-9)
+        assert selection.best_learning_rate == max(values, key=values.get)
         assert selection.runs == 4
-        assert trainer.de_elbo().value == pytest.approx(values[selection.best], rel=1e-9)
+        assert trainer.de_elbo().value == pytest.approx(values[selection.best_learning_rate], rel=1e-9)
 
     def test_there_is_one_model_in_memory(self, task):
         trainers = []
 
-        def make_trainer(candidate, output_dir):
+        def make_trainer(learning_rate, output_dir):
             gc.collect()
             assert not any(trainer() for trainer in trainers)
-            trainer = task.make_trainer(candidate, output_dir)
+            trainer = task.make_trainer(learning_rate, output_dir)
             trainers.append(weakref.ref(trainer))
             return trainer
 
-        candidates = [CANDIDATES[0], CANDIDATES[3]]  # the best is not the last
-        trainer, selection = select(make_trainer, candidates, task.folder, method="full")
-        assert selection.best == CANDIDATES[0]
+        rates = [RATES[0], RATES[3]]  # the best is not the last
+        trainer, selection = select(make_trainer, rates, task.folder, method="full")
+        assert selection.best_learning_rate == RATES[0]
         assert trainer.de_elbo().value == pytest.approx(selection.trials[0].de_elbo, rel=1e-9)
 
 
 class TestHalving:
     def test_it_drops_the_lower_half_and_ends_as_an_uninterrupted_run(self, task):
-        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        trainer, selection = select(task.make_trainer, RATES, task.folder)
         assert [trial.steps for trial in selection.trials] == [3] * 4 + [6] * 2 + [20]
         assert task.steps == 4 * 3 + 2 * 3 + 14
         assert selection.runs == pytest.approx(task.steps / 20)
-        first = {trial.candidate: trial.de_elbo for trial in selection.trials[:4]}
-        kept = {trial.candidate for trial in selection.trials[4:6]}
-        assert min(first[candidate] for candidate in kept) > max(first[c] for c in CANDIDATES if c not in kept)
+        first = {trial.learning_rate: trial.de_elbo for trial in selection.trials[:4]}
+        kept = {trial.learning_rate for trial in selection.trials[4:6]}
+        assert min(first[rate] for rate in kept) > max(first[rate] for rate in RATES if rate not in kept)
 
-        whole = task.make_trainer(selection.best, str(task.folder.parent / "whole"))
+        whole = task.make_trainer(selection.best_learning_rate, str(task.folder.parent / "whole"))
         whole.train()
         for name, tensor in whole.model.state_dict().items():
             assert torch.equal(trainer.model.state_dict()[name], tensor), name
@@ -178,44 +135,59 @@ class TestHalving:
 
     def test_in_a_short_training_the_last_two_are_trained_in_full(self, task, monkeypatch):
         monkeypatch.setattr("hf_deelbo.selection.LEAST_STEPS", 10)
-        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        trainer, selection = select(task.make_trainer, RATES, task.folder)
         assert [trial.steps for trial in selection.trials] == [10] * 4 + [20] * 2
-        last = {trial.candidate: trial.de_elbo for trial in selection.trials[4:]}
-        assert selection.best == max(last, key=last.get)
-        assert trainer.de_elbo().value == pytest.approx(last[selection.best], rel=1e-9)
+        last = {trial.learning_rate: trial.de_elbo for trial in selection.trials[4:]}
+        assert selection.best_learning_rate == max(last, key=last.get)
+        assert trainer.de_elbo().value == pytest.approx(last[selection.best_learning_rate], rel=1e-9)
 
     def test_j_on_the_way_is_rough(self, task):
         calls = []
 
-        def make_trainer(candidate, output_dir):
-            trainer = task.make_trainer(candidate, output_dir)
+        def make_trainer(learning_rate, output_dir):
+            trainer = task.make_trainer(learning_rate, output_dir)
             de_elbo = trainer.de_elbo
             trainer.de_elbo = lambda **kwargs: calls.append(kwargs) or de_elbo(**kwargs)
             return trainer
 
-        select(make_trainer, CANDIDATES, task.folder, num_samples=4)
+        select(make_trainer, RATES, task.folder, num_samples=4)
         assert calls == [{"num_samples": 1, "num_examples": 512}] * 6 + [{"num_samples": 4}]
+
+    def test_with_adamw_it_keeps_the_rate_that_ends_with_the_highest_j(self, tmp_path):
+        """At `Trainer`'s defaults; where the optimiser moves sigma, the rate that learns has the lower J at first."""
+
+        def make_trainer(learning_rate, output_dir):
+            settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+            args = DEELBoConfig(output_dir, max_steps=40, learning_rate=learning_rate, num_elbo_samples=3, **settings)
+            return DEELBoTrainer(make_model("resnet"), args, train_dataset=make_dataset("resnet", 48))
+
+        rates = [1e-3, 3e-4, 1e-4, 1e-5]
+        _, in_full = select(make_trainer, rates, tmp_path / "full", method="full")
+        _, halved = select(make_trainer, rates, tmp_path / "halving")
+        assert [trial.learning_rate for trial in halved.trials] == [*rates, *rates[:2], rates[0]]
+        assert halved.best_learning_rate == in_full.best_learning_rate
+        assert halved.trials[-1].de_elbo == pytest.approx(max(trial.de_elbo for trial in in_full.trials), rel=1e-9)
 
     def test_no_samples_are_refused_before_anything_is_trained(self, task):
         with pytest.raises(ValueError, match="num_samples: must be a whole number of at least 1, got 0"):
-            select(task.make_trainer, CANDIDATES, task.folder, num_samples=0)
+            select(task.make_trainer, RATES, task.folder, num_samples=0)
         assert task.steps == 0
 
     def test_only_the_best_keeps_its_checkpoints(self, task):
-        _, selection = select(task.make_trainer, CANDIDATES, task.folder)
+        _, selection = select(task.make_trainer, RATES, task.folder)
         folders = [path.name for path in task.folder.iterdir() if path.is_dir()]
-        assert folders == [selection.best.name]
+        assert folders == [f"lr{selection.best_learning_rate}"]
 
     @pytest.mark.parametrize("killed_after", [1, 3, 5, 9, 24])
     def test_a_killed_selection_goes_on_where_it_was(self, task, killed_after):
-        expected = select(task.make_trainer, CANDIDATES, task.folder.parent / "uninterrupted")[1]
+        expected = select(task.make_trainer, RATES, task.folder.parent / "uninterrupted")[1]
         steps_of_all, task.steps = task.steps, 0
 
         class Killed(BaseException):
             pass
 
-        def until_killed(candidate, output_dir):
-            trainer = task.make_trainer(candidate, output_dir)
+        def until_killed(learning_rate, output_dir):
+            trainer = task.make_trainer(learning_rate, output_dir)
             training_step = trainer.training_step
 
             def step(*arguments, **kwargs):
@@ -227,48 +199,55 @@ class TestHalving:
             return trainer
 
         with pytest.raises(Killed):
-            select(until_killed, CANDIDATES, task.folder)
-        trainer, selection = select(task.make_trainer, CANDIDATES, task.folder)
-        assert [(t.candidate, t.steps, t.de_elbo) for t in selection.trials] == [
-            (t.candidate, t.steps, t.de_elbo) for t in expected.trials
+            select(until_killed, RATES, task.folder)
+        trainer, selection = select(task.make_trainer, RATES, task.folder)
+        assert [(t.learning_rate, t.steps, t.de_elbo) for t in selection.trials] == [
+            (t.learning_rate, t.steps, t.de_elbo) for t in expected.trials
         ]
         assert task.steps <= steps_of_all + 5  # at most what was done since a checkpoint is done again
         steps = task.steps
-        again = select(task.make_trainer, CANDIDATES, task.folder)
+        again = select(task.make_trainer, RATES, task.folder)
         assert task.steps == steps  # all was known
-        assert again[1].best == selection.best
+        assert again[1].best_learning_rate == selection.best_learning_rate
         for name, tensor in trainer.model.state_dict().items():
             assert torch.equal(again[0].model.state_dict()[name], tensor), name
         assert again[0].posterior.sigma == trainer.posterior.sigma
 
-    def test_a_candidate_that_diverges_loses(self, task):
-        candidates = [Candidate(1e30, 0.05), Candidate(0.01, 0.05)]
-        _, selection = select(task.make_trainer, candidates, task.folder)
-        assert selection.best == candidates[1]
+    def test_a_rate_that_diverges_loses(self, task):
+        _, selection = select(task.make_trainer, [1e30, 0.01], task.folder)
+        assert selection.best_learning_rate == 0.01
         assert selection.trials[0].de_elbo == -math.inf
-        with pytest.raises(FloatingPointError, match="Every candidate diverged"):
-            select(task.make_trainer, [Candidate(1e30, 0.05)], task.folder.parent / "other")
+        with pytest.raises(FloatingPointError, match="Every learning rate diverged"):
+            select(task.make_trainer, [1e30], task.folder.parent / "other")
 
-    def test_one_candidate_is_one_run(self, task):
-        _, selection = select(task.make_trainer, CANDIDATES[:1], task.folder)
-        assert (selection.best, selection.runs, len(selection.trials)) == (CANDIDATES[0], 1.0, 1)
+    def test_one_rate_is_one_run(self, task):
+        _, selection = select(task.make_trainer, RATES[:1], task.folder)
+        assert (selection.best_learning_rate, selection.runs, len(selection.trials)) == (RATES[0], 1.0, 1)
 
 
 class TestRefusals:
     def test_an_unknown_method(self, task):
         with pytest.raises(ValueError, match="unknown method 'best'; choose one of full, halving"):
-            select(task.make_trainer, CANDIDATES, task.folder, method="best")
+            select(task.make_trainer, RATES, task.folder, method="best")
 
-    @pytest.mark.parametrize("candidates", [[], CANDIDATES[:1] * 2])
-    def test_no_candidate_or_one_twice(self, task, candidates):
-        with pytest.raises(ValueError, match="candidates: needs at least one, and none twice"):
-            select(task.make_trainer, candidates, task.folder)
+    @pytest.mark.parametrize("rates", [[], RATES[:1] * 2])
+    def test_no_rate_or_one_twice(self, task, rates):
+        with pytest.raises(ValueError, match="learning_rates: needs at least one, and none twice"):
+            select(task.make_trainer, rates, task.folder)
 
     def test_the_folder_of_another_selection(self, task):
-        select(task.make_trainer, CANDIDATES[:1], task.folder)
+        select(task.make_trainer, RATES[:1], task.folder)
         assert json.loads((task.folder / "selection.json").read_text())["method"] == "halving"
-        with pytest.raises(ValueError, match=r"holds another search \(it differs in: candidates\)"):
-            select(task.make_trainer, CANDIDATES[:2], task.folder)
+        with pytest.raises(ValueError, match=r"holds another search \(it differs in: learning_rates\)"):
+            select(task.make_trainer, RATES[:2], task.folder)
+
+    def test_a_selection_of_before_learning_rates_were_all_there_is_to_choose(self, task):
+        task.folder.mkdir()
+        candidates = [{"learning_rate": rate, "init_sigma": 0.01} for rate in RATES]
+        old = {"method": "halving", "candidates": candidates, "max_steps": 20, "trials": []}
+        (task.folder / "selection.json").write_text(json.dumps(old))
+        with pytest.raises(ValueError, match=r"holds another search \(it differs in: learning_rates\)"):
+            select(task.make_trainer, RATES, task.folder)
 
 
 def test_j_is_an_objective_of_hyperparameter_search(make_config):

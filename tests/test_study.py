@@ -14,7 +14,17 @@ from transformers import BertTokenizerFast, ResNetConfig, ResNetForImageClassifi
 
 from hf_deelbo.fine_tuning import FineTuningTrainer
 from hf_deelbo.plots import FixedPosterior, PriorFit
-from hf_deelbo.studies import Places, StudyRun, _task, carry_out, expand, measure_step, read_lines, write_line
+from hf_deelbo.studies import (
+    Places,
+    StudyRun,
+    _deelbo_trainer,
+    _task,
+    carry_out,
+    expand,
+    measure_step,
+    read_lines,
+    write_line,
+)
 
 TINY = {"dataset": "digits", "train_size": 50, "image_size": 14, "horizontal_flip": False, "num_test": 40}
 SHORT = TINY | {"learning_rates": [0.3, 0.03], "penalties": [1e-2], "num_samples": 2, "steps": 6}
@@ -48,27 +58,26 @@ def places(tmp_path, cache) -> Places:
 class TestRuns:
     def test_the_id_is_of_what_matters(self):
         run = StudyRun("digits", 100, 1001, "map-grid")
-        assert run.id == StudyRun("digits", 100, 1001, "map-grid", init_sigmas=(1e-4,), num_trials=7).id
+        assert run.id == StudyRun("digits", 100, 1001, "map-grid", init_sigma=1e-4, num_trials=7).id
         assert run.id != StudyRun("digits", 100, 1001, "map-grid", steps=151).id
         assert StudyRun.from_config(json.loads(json.dumps(run.config))).id == run.id
 
     @pytest.mark.parametrize(
         ("method", "runs"),
-        # of eight candidates 80 + 40 + 40 steps, and 60 of the last one
-        [("deelbo-full", 8), ("deelbo-halving", 2.2), ("elbo", 2.2), ("map-grid", 25), ("map-tpe", 11)],
+        # of four rates 40 + 20 steps, and 80 of the last one
+        [("deelbo-full", 4), ("deelbo-halving", 1.4), ("elbo", 1.4), ("map-grid", 25), ("map-tpe", 11)],
     )
     def test_cost(self, method, runs):
-        sigmas = (1e-4, 1e-2)
-        assert StudyRun("digits", 100, 1, method, steps=100, init_sigmas=sigmas, num_trials=10).num_runs == runs
+        assert StudyRun("digits", 100, 1, method, steps=100, num_trials=10).num_runs == runs
 
     def test_one_candidate_costs_one_run(self):
         assert StudyRun("digits", 100, 1, "deelbo-single", learning_rates=(0.1,)).num_runs == 1
 
     def test_lists_are_axes_but_for_candidates(self):
         runs = expand(
-            {"dataset": "d", "train_size": [10, 20], "subset_seed": 1, "method": "elbo", "init_sigmas": [1, 2]}
+            {"dataset": "d", "train_size": [10, 20], "subset_seed": 1, "method": "elbo", "learning_rates": [1, 2]}
         )
-        assert [(run.train_size, run.init_sigmas) for run in runs] == [(10, (1, 2)), (20, (1, 2))]
+        assert [(run.train_size, run.learning_rates) for run in runs] == [(10, (1, 2)), (20, (1, 2))]
 
     @pytest.mark.parametrize(
         ("block", "message"),
@@ -95,16 +104,34 @@ class TestRuns:
         assert {run.num_runs for run in runs["cifar10-100"] if run.method == "map-grid"} == {25}
         assert {run.prior for run in runs["digits"] + runs["digits-ptyl"]} == {"l2-sp", "l2-zero", "ptyl"}
         assert all(run.num_test >= 2000 for run in runs["cifar10-100"] + runs["cifar10-1000"] + runs["pet"])
+        assert {(run.prior, run.method, run.num_runs) for run in runs["digits-closed-form"]} == {
+            ("l2-sp", "deelbo-halving", 1.4),
+            ("l2-zero", "deelbo-halving", 1.4),
+        }
+        by_optimizer = {name for name in runs if {run.sigma_update for run in runs[name]} == {"optimizer"}}
+        assert by_optimizer == runs.keys() - {"digits-closed-form"}
+        assert {run.init_sigma for run in runs["paper"] if not run.is_map} == {1e-4}
+
+    def test_the_recorded_lines_are_runs_of_their_presets(self, script):
+        recorded = {name: read_lines(script.RESULTS / f"{name}.jsonl") for name in script.PRESETS}
+        assert recorded["digits"]
+        for name, lines in recorded.items():
+            runs = {run.id: run for run in script.runs_of(script.parse(["--preset", name, "--ptyl_prior", "p"]))}
+            for line in lines:
+                assert runs[line["id"]].config == line["config"]
 
 
 def test_a_line_of_the_de_elbo(model, places):
-    run = StudyRun(**SHORT | {"learning_rates": (0.3, 0.03)}, subset_seed=1001, method="deelbo-full", model=model)
+    changes = {"learning_rates": (0.3, 0.03), "grouping": "all"}
+    run = StudyRun(**SHORT | changes, subset_seed=1001, method="deelbo-full", model=model)
     line = carry_out(run, places)
     json.dumps(line, allow_nan=False)
     assert (line["id"], line["config"]["method"], line["num_classes"]) == (run.id, "deelbo-full", 10)
     assert (line["num_test_examples"], line["runs"], len(line["trials"])) == (40, 2, 2)
     assert line["seconds"] == pytest.approx(sum(trial["seconds"] for trial in line["trials"]))
-    assert line["de_elbo"]["de_elbo"] == max(trial["de_elbo"] for trial in line["trials"])
+    best = max(line["trials"], key=lambda trial: trial["de_elbo"])
+    assert line["de_elbo"]["de_elbo"] == best["de_elbo"]
+    assert line["choice"] == {"learning_rate": best["learning_rate"]}
     assert set(line["test"]) == {"mean", "mean_recomputed", "average"}
     assert all(set(metrics) == {"accuracy", "nll", "ece", "brier"} for metrics in line["test"].values())
     assert [step for step, _ in line["training_nll"]] == [1, 2, 3, 4, 5, 6]
@@ -116,6 +143,21 @@ def test_a_line_of_the_de_elbo(model, places):
     assert line["learned"]["kappa"] == line["num_parameters"] / 50
     text = json.dumps({name: line[name] for name in ("machine", "commit", "config")} | {"model": None})
     assert str(places.work_dir) not in text
+
+
+def test_trainers_have_the_papers_protocol_and_the_sigma_of_the_run(model, places):
+    run = StudyRun(**TINY, subset_seed=1, method="deelbo-halving", model=model)
+    for changes, is_closed_form, num_sigmas in (
+        ({"sigma_update": "optimizer", "grouping": "all", "init_sigma": 0.02}, False, 1),
+        ({"sigma_update": "closed-form", "grouping": "part", "init_sigma": 0.02}, True, 2),
+    ):
+        trainer = _deelbo_trainer(replace(run, **changes), _task(run, places), places, 0.3, places.work_dir)
+        args, posterior = trainer.args, trainer.posterior
+        assert (args.optim, args.optim_args, args.learning_rate) == ("sgd", "momentum=0.9,nesterov=True", 0.3)
+        assert (args.lr_scheduler_type, args.train_batch_size, args.dataloader_drop_last) == ("cosine", 50, True)
+        assert (posterior.curvature is not None) == is_closed_form
+        assert posterior.rho.numel() == num_sigmas
+        assert posterior.sigma.item() == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("method", ["deelbo-single", "map-random"])
