@@ -43,7 +43,6 @@ def main() -> None:
             output_dir="outputs/digits",
             kappa=kappa,
             sigma_update="closed-form",
-            init_sigma=0.01,
             learning_rate=0.1,
             max_steps=300,
             num_eval_samples=10,

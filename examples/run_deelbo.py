@@ -40,10 +40,6 @@ PRESETS = {
         "max_steps": 6000,
         "learning_rates": list(LEARNING_RATES),
         "selection": "full",
-        "sigma_update": "optimizer",
-        "grouping": "all",
-        "init_sigma": 1e-4,
-        "kl_warmup_epochs": 0.0,
         "num_elbo_samples": 10,
     }
 }

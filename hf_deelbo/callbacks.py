@@ -75,7 +75,8 @@ class PriorVarianceCallback(TrainerCallback):
         posterior = self.trainer.posterior
         posterior.kl_annealing = 1.0
         posterior.update_variances()
-        self._warn_if_the_prior_holds(args)
+        if state.global_step >= state.max_steps:  # not where it was stopped early
+            self._warn_if_the_prior_holds(args)
 
     def _warn_if_the_prior_holds(self, args: TrainingArguments) -> None:
         if len(self._nlls) < 2 * STEPS_TO_COMPARE or not self.trainer.is_world_process_zero():

@@ -49,8 +49,8 @@ from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
 
 # how many times larger or smaller sigma^2 may be in the next step: while little is learned, T is near zero, and says
-# little of where it will be
-MOST_GROWTH, MOST_FALL = 1.2, 4.0
+# little of where it will be; up to a sigma of 1e-3 noise does no harm
+MOST_GROWTH, MOST_FALL, HARMLESS_SIGMA = 1.2, 4.0, 1e-3
 
 
 class KL(NamedTuple):
@@ -277,7 +277,8 @@ class GaussianPosterior(Shareable):
         variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
         variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
         if not at_once:
-            variance = variance.clamp(present / MOST_FALL, present * MOST_GROWTH)
+            most = (present * MOST_GROWTH).clamp(min=HARMLESS_SIGMA**2)
+            variance = variance.clamp(present / MOST_FALL, most)
         self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
 
     def _update_prior_variances(self, distances: torch.Tensor) -> None:

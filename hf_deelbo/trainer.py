@@ -200,7 +200,7 @@ class DEELBoTrainer(FineTuningTrainer):
 
             J = kappa * N * 1/S sum_s [ mean_i log p(y_i | w_s, V_s) ] - KL(q(w) || p(w)) - KL(q(V) || p(V))
 
-        The highest J chooses among runs (learning rates, sigma's start) without a validation set.
+        The highest J chooses among runs, such as those of several learning rates, without a validation set.
 
         Args:
             dataset: where to take the mean over examples; default is the training set, without augmentation if the

@@ -327,13 +327,16 @@ class TestBadFiles:
         self.check(folder, "do not fit each other")
 
     @pytest.mark.parametrize(
+        "value", [{}, {"config": {}, "sha256": 3}, {"config": [], "sha256": ""}, {"sha256": ""}, "x", []]
+    )
+    def test_a_base_that_is_none(self, folder, value):
+        rewrite(folder / CONFIG, base=value)
+        self.check(folder, "base: must have a config and a sha256|Field 'base'")
+
+    @pytest.mark.parametrize(
         "changes",
         [
             {"base": None},
-            {"base": {}},
-            {"base": {"config": {}, "sha256": 3}},
-            {"base": {"config": [], "sha256": ""}},
-            {"base": "x"},
             {"auto_class": None},
             {"auto_class": "eval"},
             {"auto_class": "AutoModelForImageClassification"},
@@ -536,7 +539,15 @@ def test_info_and_predict(posterior, tokenizer, tmp_path, capsys):
     assert f"{expected.max().item():.4f}" in capsys.readouterr().out
 
 
-def test_the_recipe(base, tokenizer, tmp_path, capsys):
+def test_the_recipe(base, tokenizer, tmp_path, capsys, monkeypatch):
+    script, seen = load_example("run_lora"), []
+    predict = script.DEELBoTrainer.predict
+
+    def spy(self, *args):
+        seen.append(self.args.num_eval_samples)
+        return predict(self, *args)
+
+    monkeypatch.setattr(script.DEELBoTrainer, "predict", spy)
     rows = [{"text": f"{word} film", "label": word} for word in ("good", "bad") * 20]
     for split in ("train", "test"):
         (tmp_path / "data").mkdir(exist_ok=True)
@@ -551,14 +562,15 @@ def test_the_recipe(base, tokenizer, tmp_path, capsys):
         "sentence": "bad film",
     }
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    posterior = load_example("run_lora").main(arguments)
+    posterior = script.main(arguments)
     printed = capsys.readouterr().out.splitlines()
     assert all("lora_" in name or "classifier" in name for name in posterior.parameters())
     probabilities = posterior.predict_proba(tokenizer("bad film", return_tensors="pt"), 10)[0]
     label = posterior.model.config.id2label[probabilities.argmax().item()]
     assert label in ("good", "bad")
     assert printed[-1] == f"'bad film': {label} ({probabilities.max():.2f})"
-    (mean,) = [line for line in printed if line.startswith("posterior mean")]
-    (average,) = [line for line in printed if line.startswith("average of 10 samples")]
-    assert "accuracy" in mean
-    assert mean.split("nll")[1] != average.split("nll")[1]
+    assert seen == [0, 10]
+    for where in ("posterior mean", "average of 10 samples"):
+        (line,) = [line for line in printed if line.startswith(where)]
+        assert "accuracy" in line
+        assert "nll" in line

@@ -168,7 +168,7 @@ def test_groups_of_a_real_run(make_trainer):
     trainer.train()
     rows = trainer.posterior.group_table()
     (axes,) = plot_groups(rows).axes
-    assert len(rows) == len({row["sigma"] for row in rows}) == len(axes.get_yticks())
+    assert len(rows) == len({row["prior_variance"] for row in rows}) == len(axes.get_yticks())
 
 
 def test_groups_need_a_row():

@@ -352,6 +352,11 @@ class TestBadFiles:
         (folder / CONFIG).write_text(json.dumps(content).replace('"NUMBER"', number))
         self.check(folder, "groups: |no JSON")
 
+    @pytest.mark.parametrize("name", ["grouping", "sigma_update"])
+    def test_settings_of_a_later_version(self, folder, name):
+        rewrite(folder, **{name: "new"})
+        self.check(folder, f"{name}: unknown value 'new'; known are ")
+
     @pytest.mark.parametrize("change", [lambda g: g[::-1], lambda g: g[:1], lambda g: [*g, g[0]], lambda g: []])
     def test_groups_that_are_others(self, folder, change):
         rewrite(folder, groups=change(json.loads((folder / CONFIG).read_text())["groups"]))

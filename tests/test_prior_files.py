@@ -44,7 +44,7 @@ def test_loaded_it_is_the_same(tmp_path):
         ("log_det", 0.0),
         ("trace_inverse", 1e300),
         ("kind", "l2-sp"),
-        ("format_version", 2),
+        ("format_version", 3),
         ("sha256", {"prior.safetensors": "0" * 64}),
     ],
 )

@@ -245,7 +245,7 @@ class Reference:
                 return math.log(np.sum(c[mine] * d2[mine] / (s * (s + d2[mine]))) / curvature)
 
             best = math.exp(brentq(excess, -60, 20, xtol=1e-13))
-            self.s[i] = min(max(best, self.s[i] / 4), self.s[i] * 1.2)
+            self.s[i] = min(max(best, self.s[i] / 4), max(self.s[i] * 1.2, 1e-6))
 
     def distances(self) -> np.ndarray:
         return self.by_group(lambda n: (self.w_bar[n].detach() - self.mu[n]).square().sum().item())

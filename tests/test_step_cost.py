@@ -79,7 +79,7 @@ def num_trainable(workload: workloads.Workload) -> int:
     return sum(p.numel() for p in workload.make_model().parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("phase", ["update_prior_variances", "complete_gradients"])
+@pytest.mark.parametrize("phase", ["update_variances", "complete_gradients"])
 def test_a_step_has_all_that_is_added_in_it(tiny, monkeypatch, phase):
     sleep_in(monkeypatch, GaussianPosterior, phase)
     record = turns.measure_steps(tiny["bert"], rounds=2, steps=1)
@@ -157,7 +157,7 @@ def test_the_models_by_size_are_from_1_to_110_million_parameters():
     assert [round(size / 1e6) for size in sizes] == [1, 4, 23, 60, 109]
 
 
-@pytest.mark.parametrize("phase", ["update_prior_variances", "_complete_part"])
+@pytest.mark.parametrize("phase", ["update_variances", "_complete_part"])
 def test_the_own_work_is_that_of_a_step(tiny, monkeypatch, phase):
     sleep_in(monkeypatch, GaussianPosterior, phase)
     seconds = turns.measure_posterior(tiny["bert"], rounds=2)["seconds"]

@@ -54,7 +54,7 @@ class PhaseTimer:
 
     def __init__(self, posterior: GaussianPosterior):
         self.seconds = defaultdict(list)
-        posterior.update_prior_variances = self._timed(posterior.update_prior_variances, "lambda, tau and KL")
+        posterior.update_variances = self._timed(posterior.update_variances, "sigma, lambda, tau and KL")
         posterior.complete_gradients = self._timed(posterior.complete_gradients, "<g, eps> and KL's gradient")
         sampled = posterior.sampled
 
@@ -330,7 +330,7 @@ def measure_posterior(workload: Workload, rounds: int) -> dict:
     noise = torch.empty(posterior.num_parameters)
 
     def own_work(of: GaussianPosterior) -> None:
-        of.update_prior_variances()
+        of.update_variances()
         with of.sampled(0):
             of.complete_gradients()
 
