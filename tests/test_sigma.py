@@ -179,6 +179,48 @@ def test_the_average_over_the_noise_is_the_trace_of_the_hessian():
     assert (foretold < 1.5 * found.std(0)).all()
 
 
+@pytest.mark.parametrize("init_sigma", [1e-3, 0.5])
+@pytest.mark.parametrize("grouping", ["all", "tensor"])
+def test_sigma_converges_to_the_exact_optimum_of_a_quadratic_likelihood(grouping, init_sigma):
+    """There T is the trace of the Hessian, whatever w_bar and sigma, and the optimum follows from it by iteration."""
+    hessian, sizes, kappa_n = positive_definite(60), {"a": 30, "b": 20, "head": 10}, 40.0
+    model = Quadratic(hessian, torch.ones(60), sizes)
+    names = [f"parts.{name}" for name in sizes]
+    posterior = GaussianPosterior(
+        model, names[2:], grouping=grouping, init_sigma=init_sigma, kappa=kappa_n, num_examples=1
+    )
+    optimizer, variances = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(1500):
+        posterior.update_variances()
+        optimizer.zero_grad()
+        with posterior.sampled(step):
+            model()["loss"].backward()
+            posterior.complete_gradients()
+        optimizer.step()
+        variances.append(posterior.sigmas.square())
+    found = torch.stack(variances[500:]).log().mean(0)
+
+    index = torch.tensor([i for i, group in enumerate(posterior.groups) for _ in range(group.num_parameters)])
+    by_group = torch.nn.functional.one_hot(index).T.double()
+    counts, traces, exact = by_group.sum(1), by_group @ hessian.diagonal().double(), hessian.double()
+    w, s = torch.ones(60).double(), torch.full((len(posterior.groups),), 0.1).double()
+    for _ in range(500):
+        d2 = by_group @ w.square() / counts
+        pull = (1 / (kappa_n * (s + d2)))[index]
+        w = torch.linalg.solve(exact + torch.diag(pull), exact @ torch.ones(60).double())
+        if grouping == "all":
+            lowest, highest = -40.0, 20.0
+            for _ in range(100):  # bisection
+                middle = (lowest + highest) / 2
+                at = math.exp(middle)
+                too_small = (counts / kappa_n * d2 / (at * (at + d2))).sum() > traces.sum()
+                lowest, highest = (middle, highest) if too_small else (lowest, middle)
+            s = torch.full_like(s, math.exp(lowest))
+        else:
+            s = (-d2 + (d2**2 + 4 * counts / kappa_n * d2 / traces).sqrt()) / 2
+    torch.testing.assert_close(found, s.log(), rtol=0, atol=0.06)
+
+
 # ---- Groups ---------------------------------------------------------------------------------------------------------
 
 
