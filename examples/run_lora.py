@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model_name_or_path", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--target_modules", nargs="+", default=["query", "value"], help="which get adapters")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
-    parser.add_argument("--num_train_epochs", type=float, default=10)
+    parser.add_argument("--num_train_epochs", type=float, default=20, help="adapters start at zero, and take more")
     parser.add_argument("--max_seq_length", type=int, default=128)
     parser.add_argument("--output_dir", default="outputs/run_lora")
     parser.add_argument("--sentence", default="A quiet film that stays with you.", help="to be classified at the end")

@@ -111,9 +111,10 @@ def import_ptyl(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _posterior_rows(config: PosteriorConfig) -> dict[str, Any]:
+    start = "pretrained weights" if config.base is None else "adapters at the start"
     priors = {
         "l2-zero": "N(0, lambda I)",
-        "l2-sp": "N(pretrained weights, lambda I)",
+        "l2-sp": f"N({start}, lambda I)",
         "ptyl": "N(mean of the source task, lambda Sigma), Sigma of low rank",
     }
     kind = config.prior.get("kind")

@@ -533,7 +533,9 @@ def tokenizer(base) -> BertTokenizerFast:
 def test_info_and_predict(posterior, tokenizer, tmp_path, capsys):
     posterior.save_pretrained(tmp_path / "posterior", tokenizer)
     assert main(["info", str(tmp_path / "posterior")]) == 0
-    assert "posterior of PEFT adapters" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "posterior of PEFT adapters" in printed
+    assert "l2-sp: N(adapters at the start, lambda I)" in printed
     assert main(["predict", str(tmp_path / "posterior"), "good film", "--num_samples", "3"]) == 0
     expected = posterior.predict_proba(tokenizer("good film", return_tensors="pt"), 3)
     assert f"{expected.max().item():.4f}" in capsys.readouterr().out
