@@ -242,13 +242,14 @@ def _checked_predictions(probabilities: ArrayLike, labels: ArrayLike) -> tuple[n
 class PriorFit:
     """How one part of q, backbone or head, lies in its prior: all that its KL needs beside sigma and the variance.
 
-    Groups of weights may have a sigma_g each. Then sigma is one number to measure them by, and the KL is that of equal
-    sigmas in a prior of another trace and determinant: Sigma_p of each group, times (sigma / sigma_g)^2.
+    Groups of weights may have a sigma_g and a prior variance each. Then the part's variance is their mean over the
+    weights, of which group g has the share r_g (Sigma_p of the group counts r_g times), and sigma is one number to
+    measure the sigma_g by.
 
     Attributes:
-        mahalanobis: (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar).
-        trace_inverse: tr(Sigma_p^-1), or sum_g (sigma_g / sigma)^2 tr(Sigma_p^-1)_g.
-        log_det: log det Sigma_p, or that minus sum_g D_g log (sigma_g / sigma)^2.
+        mahalanobis: (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar); of several groups their sum, each over r_g.
+        trace_inverse: tr(Sigma_p^-1); of several groups sum_g (sigma_g / sigma)^2 tr(Sigma_p^-1)_g / r_g.
+        log_det: log det Sigma_p; of several groups the sum of that plus D_g log( r_g (sigma / sigma_g)^2 ).
         num_parameters: D of this part.
 
     Example:
@@ -262,12 +263,21 @@ class PriorFit:
     num_parameters: int
 
     @classmethod
-    def of(cls, prior: GaussianPrior, weights: Tensors, sigmas: torch.Tensor, sigma: torch.Tensor) -> "PriorFit":
-        """Of the means `weights` in `prior`, with the `sigmas` of its groups, measured by `sigma`."""
-        ratios = (sigmas / sigma) ** 2
-        trace_inverse = (ratios * prior.trace_inverse).sum()
-        log_det = (prior.log_det - prior.group_sizes * ratios.log()).sum()
-        return cls(float(prior.mahalanobis(weights).sum()), float(trace_inverse), float(log_det), prior.num_parameters)
+    def of(
+        cls,
+        prior: GaussianPrior,
+        weights: Tensors,
+        sigmas: torch.Tensor,
+        variances: torch.Tensor,
+        sigma: torch.Tensor,
+    ) -> "PriorFit":
+        """Of the means `weights` in `prior`, with `sigmas` and prior `variances` of its groups, measured by `sigma`."""
+        mean_variance = (prior.group_sizes * variances).sum() / prior.num_parameters
+        shares, ratios = variances / mean_variance, (sigmas / sigma) ** 2
+        mahalanobis = (prior.mahalanobis(weights) / shares).sum()
+        trace_inverse = (ratios * prior.trace_inverse / shares).sum()
+        log_det = (prior.log_det + prior.group_sizes * (shares / ratios).log()).sum()
+        return cls(float(mahalanobis), float(trace_inverse), float(log_det), prior.num_parameters)
 
     def kl(self, sigma: float, variance: float) -> float:
         """KL( N(w_bar, sigma^2 I) || N(mu_p, variance * Sigma_p) )."""
@@ -277,6 +287,8 @@ class PriorFit:
 @dataclass(frozen=True)
 class FixedPosterior:
     """A posterior q that is kept fixed, to see J at any lambda, tau and kappa.
+
+    Where groups of weights have a prior variance each, lambda and tau are their means, and change in proportion.
 
     Attributes:
         name: what the legend calls it.
@@ -307,15 +319,13 @@ class FixedPosterior:
             raise ValueError("posterior: the model holds a weight sample; leave `with sampled(...)` first.")
         if posterior.num_examples is None:
             raise ValueError("posterior: it has no `num_examples`, and J needs N, the size of the training set.")
-        sigma, (of_backbone, of_head) = posterior.sigma, posterior.by_part(posterior.sigmas)
-        return cls(
-            name,
-            nll,
-            float(sigma),
-            PriorFit.of(posterior.prior, posterior.backbone, of_backbone, sigma),
-            PriorFit.of(posterior.head_prior, posterior.head, of_head, sigma),
-            posterior.num_examples,
-        )
+        priors, weights = (posterior.prior, posterior.head_prior), (posterior.backbone, posterior.head)
+        sigmas, variances = posterior.by_part(posterior.sigmas), posterior.by_part(posterior.prior_variances)
+        parts = [
+            PriorFit.of(*groups, sigma=posterior.sigma)
+            for groups in zip(priors, weights, sigmas, variances, strict=True)
+        ]
+        return cls(name, nll, float(posterior.sigma), *parts, posterior.num_examples)
 
     @property
     def num_parameters(self) -> int:
@@ -342,8 +352,9 @@ class FixedPosterior:
 def plot_elbo_comparison(posteriors: Sequence[FixedPosterior]) -> Figure:
     """Which of some fixed posteriors the ELBo (kappa = 1, left) and the DE ELBo (kappa = D/N, right) prefer.
 
-    Each curve is J/D of one posterior over a common value of lambda and tau, with a mark at its maximum. Far to the
-    left, where the prior is too narrow for the posterior, curves fall without bound and leave the panel.
+    Each curve is J/D of one posterior over a common value of lambda and tau (of their means, where groups of weights
+    have one each, in the proportions learned), with a mark at its maximum. Far to the left, where the prior is too
+    narrow for the posterior, curves fall without bound and leave the panel.
 
     Args:
         posteriors: of the same model on the same training set, for instance one trained with `kappa=1` and one with

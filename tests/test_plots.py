@@ -383,22 +383,25 @@ def test_comparison_shows_every_maximum_and_cuts_the_cliffs():
 @pytest.mark.parametrize(("lambda_", "tau", "kappa"), [(1.0, 1.0, 1.0), (0.02, 5.0, 1.0), (30.0, 0.1, 7.5)])
 @pytest.mark.parametrize(("kind", "grouping"), [("l2-sp", "tensor"), ("low-rank", "tensor"), ("l2-sp", "part")])
 def test_value_of_several_sigmas_is_j_of_dense_gaussians(kind, grouping, lambda_, tau, kappa):
-    """Summed over the groups, each with its own sigma; in float64."""
+    """Summed over the groups, each with its own sigma, and lambda in proportion to the learned ones; in float64."""
     posterior, prior = tiny_posterior(kind, grouping)
     with torch.no_grad():
         posterior.rho += torch.arange(len(posterior.groups))
+    posterior.update_prior_variances()
     assert len(set(posterior.sigmas.tolist())) == len(posterior.groups) == (3 if (kind, grouping) == SEVERAL else 2)
-    means, sigmas = [], []
+    means, sigmas, lambdas = [], [], []
     parameters = posterior.parameters()
-    for group, sigma in zip(posterior.groups, posterior.sigmas, strict=True):
+    for group, sigma, learned in zip(posterior.groups, posterior.sigmas, posterior.prior_variances, strict=True):
         for name in group.parameters:
             means.append(parameters[name].flatten())
             sigmas.append(sigma.expand(parameters[name].numel()))
-    means, variances = torch.cat(means), torch.cat(sigmas) ** 2
+            lambdas.append(learned.expand(parameters[name].numel()))
+    means, variances, lambdas = torch.cat(means), torch.cat(sigmas) ** 2, torch.cat(lambdas)
     w, v = slice(0, 6), slice(6, 8)
+    shares = torch.diag(lambdas[w] / lambdas[w].mean())  # all one for the low-rank prior, which is not diagonal
     kl = kl_divergence(
         MultivariateNormal(means[w], torch.diag(variances[w])),
-        MultivariateNormal(prior.mean, lambda_ * prior.covariance_matrix),
+        MultivariateNormal(prior.mean, lambda_ * shares @ prior.covariance_matrix),
     ) + kl_divergence(
         MultivariateNormal(means[v], torch.diag(variances[v])),
         MultivariateNormal(torch.zeros(2).double(), tau * torch.eye(2).double()),
