@@ -271,7 +271,7 @@ class PriorFit:
         variances: torch.Tensor,
         sigma: torch.Tensor,
     ) -> "PriorFit":
-        """Of the means `weights` in `prior`, with `sigmas` and prior `variances` of its groups, measured by `sigma`."""
+        """Of the means `weights` in `prior`, with sigma and prior variance of its groups, measured by `sigma`."""
         mean_variance = (prior.group_sizes * variances).sum() / prior.num_parameters
         shares, ratios = variances / mean_variance, (sigmas / sigma) ** 2
         mahalanobis = (prior.mahalanobis(weights) / shares).sum()
