@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers, compute_statistics
 from .modeling import backbone_of, head_parameter_names
-from .objective import kl_annealing
+from .objective import kl_annealing, sigma_growth
 from .priors import LowRankPrior, checksum
 from .swag import SWAGMoments
 
@@ -58,7 +58,7 @@ class PriorVarianceCallback(TrainerCallback):
         posterior = self.trainer.posterior
         epochs = (state.global_step + 1) * _examples_of_a_step(args) / posterior.num_examples
         posterior.kl_annealing = kl_annealing(epochs, args.kl_warmup_epochs)
-        posterior.update_variances()
+        posterior.update_variances(sigma_growth(state.global_step / state.max_steps))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -74,7 +74,7 @@ class PriorVarianceCallback(TrainerCallback):
         """sigma*, lambda* and tau* at what was learned."""
         posterior = self.trainer.posterior
         posterior.kl_annealing = 1.0
-        posterior.update_variances()
+        posterior.update_variances(growth=0.0)
         if state.global_step >= state.max_steps:  # not where it was stopped early
             self._warn_if_the_prior_holds(args)
 

@@ -136,6 +136,19 @@ def kl_annealing(epochs: float, warmup_epochs: float) -> float:
     return min(1.0, epochs / warmup_epochs) ** 4 if warmup_epochs else 1.0
 
 
+def sigma_growth(progress: float) -> float:
+    """By what part of itself sigma^2 may grow in a step, `0.3 (1 - progress)`, where the training's end is progress 1.
+
+    While little is learned T is near zero, and says little of where it will be. When all is learned it is near zero
+    again, and sigma would outgrow the noise that the weights, no longer moving, have been trained with.
+
+    Example:
+        >>> sigma_growth(0.0), sigma_growth(0.5), sigma_growth(1.0)
+        (0.3, 0.15, 0.0)
+    """
+    return 0.3 * (1 - progress)
+
+
 @dataclass(frozen=True)
 class DEELBo:
     """J at a posterior, and its parts.

@@ -48,9 +48,8 @@ from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
 
-# how many times larger or smaller sigma^2 may be in the next step: while little is learned, T is near zero, and says
-# little of where it will be; up to a sigma of 1e-3 noise does no harm
-MOST_GROWTH, MOST_FALL, HARMLESS_SIGMA = 1.2, 4.0, 1e-3
+# sigma^2 falls to a quarter at most from one step to the next; up to this sigma it may grow at once, as it does no harm
+MOST_FALL, HARMLESS_SIGMA = 4.0, 1e-3
 
 
 class KL(NamedTuple):
@@ -231,17 +230,17 @@ class GaussianPosterior(Shareable):
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update_variances(self, at_once: bool = False) -> None:
+    def update_variances(self, growth: float = math.inf) -> None:
         """Set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
 
         Where the optimiser learns rho, sigma is left to it.
 
         Args:
-            at_once: go to the optimum of sigma; else only as far as it may change in a step.
+            growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; without it, sigma goes to its optimum at once.
         """
         distances = self._distances()
         if self.curvature is not None:
-            self._update_sigma(distances, at_once)
+            self._update_sigma(distances, growth)
         self._update_prior_variances(distances)
 
     @torch.no_grad()
@@ -269,15 +268,15 @@ class GaussianPosterior(Shareable):
             )
         return _joined(prior.mahalanobis(prior.own(weights)) for prior in self._priors)
 
-    def _update_sigma(self, distances: torch.Tensor, at_once: bool) -> None:
+    def _update_sigma(self, distances: torch.Tensor, growth: float) -> None:
         """sigma* of each group, or of all of them together; where nothing is known yet it stays."""
         curvature, distance = self.curvature.mean(), distances / self._of_priors("trace_inverse")
         weight = self.kl_weight * self._of_priors("group_sizes")
         best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
         variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
         variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
-        if not at_once:
-            most = (present * MOST_GROWTH).clamp(min=HARMLESS_SIGMA**2)
+        if growth < math.inf:
+            most = (present * (1 + growth)).clamp(min=HARMLESS_SIGMA**2)
             variance = variance.clamp(present / MOST_FALL, most)
         self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
 

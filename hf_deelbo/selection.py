@@ -275,7 +275,7 @@ class _Session:
             else:
                 trainer.train(resume_from_checkpoint=checkpoint)
             if steps < self.max_steps:
-                trainer.posterior.update_variances(at_once=True)
+                trainer.posterior.update_variances()
                 value = trainer.de_elbo(**ROUGH_J).value
             else:
                 value = trainer.de_elbo(num_samples=self.num_samples).value

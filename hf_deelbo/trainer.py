@@ -449,7 +449,7 @@ class DEELBoTrainer(FineTuningTrainer):
         """Load the weights, the posterior and the logs of a checkpoint, to use them without training on."""
         super().load_checkpoint(checkpoint)
         self.posterior.kl_annealing = 1.0
-        self.posterior.update_variances()
+        self.posterior.update_variances(growth=0.0)  # as when training ended there
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """`Trainer`'s files and the posterior's, all of them or none; its pickled arguments are left out."""

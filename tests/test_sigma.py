@@ -65,7 +65,7 @@ def test_an_update_is_the_numeric_maximum_of_the_bound_with_dense_gaussians(prio
     num_sigmas = posterior.rho.numel()
     curvature = torch.linspace(1.0, 3.0, num_sigmas).double().reshape(posterior.rho.shape)
     posterior.curvature.sums = torch.stack([curvature, torch.ones_like(curvature), torch.zeros_like(curvature)])
-    posterior.update_variances(at_once=True)
+    posterior.update_variances()
 
     names = list(start)
     index = {name: i for i, group in enumerate(posterior.groups) for name in group.parameters}
@@ -191,7 +191,7 @@ def test_sigma_converges_to_the_exact_optimum_of_a_quadratic_likelihood(grouping
     )
     optimizer, variances = torch.optim.SGD(model.parameters(), lr=0.05), []
     for step in range(1500):
-        posterior.update_variances()
+        posterior.update_variances(growth=0.2)
         optimizer.zero_grad()
         with posterior.sampled(step):
             model()["loss"].backward()
@@ -277,7 +277,7 @@ class Reference:
         )
         return truncnorm.mean(-mean / error, np.inf, loc=mean, scale=error)
 
-    def update_s(self, distances: np.ndarray, kl_weight: float) -> None:
+    def update_s(self, distances: np.ndarray, kl_weight: float, most: float) -> None:
         d2, c = distances / self.sizes, self.sizes * kl_weight
         for i in range(len(self.s)):
             mine, curvature = slice(None) if self.is_shared else slice(i, i + 1), self.curvature(i)
@@ -287,7 +287,7 @@ class Reference:
                 return math.log(np.sum(c[mine] * d2[mine] / (s * (s + d2[mine]))) / curvature)
 
             best = math.exp(brentq(excess, -60, 20, xtol=1e-13))
-            self.s[i] = min(max(best, self.s[i] / 4), max(self.s[i] * 1.2, 1e-6))
+            self.s[i] = min(max(best, self.s[i] / 4), max(self.s[i] * most, 1e-6))
 
     def distances(self) -> np.ndarray:
         return self.by_group(lambda n: (self.w_bar[n].detach() - self.mu[n]).square().sum().item())
@@ -297,7 +297,7 @@ class Reference:
         kl_weight = min(1, epochs / self.args.kl_warmup_epochs) ** 4 / self.kappa_n
         distances = self.distances()
         if self.seen:
-            self.update_s(distances, kl_weight)
+            self.update_s(distances, kl_weight, most=1.3 - 0.3 * step / self.args.max_steps)
         s = np.broadcast_to(self.s, len(self.groups))
         variances = s + distances / self.sizes
         sigma = {name: math.sqrt(s[i]) for i, names in enumerate(self.groups) for name in names}
@@ -349,7 +349,7 @@ def test_training_is_that_of_the_reference(make_trainer, kind, grouping):
     trainer.train()
     for step in range(steps):
         reference.step(recorder.batches[step], step)
-    reference.update_s(reference.distances(), 1 / reference.kappa_n)
+    reference.update_s(reference.distances(), 1 / reference.kappa_n, most=1.0)
     found = trainer.posterior.sigmas.numpy()
     # attention does not depend on the bias of its keys: what is left of their gradient is rounding
     has_gradient = (
