@@ -48,7 +48,7 @@ from .posterior_files import PosteriorConfig, read_posterior, write_posterior
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
 
-# sigma^2 falls to a quarter at most from one step to the next; up to this sigma it may grow at once, as it does no harm
+# sigma^2 falls to a quarter at most from one step to the next; up to this sigma, which does no harm, it grows at once
 MOST_FALL, HARMLESS_SIGMA = 4.0, 1e-3
 
 
@@ -236,7 +236,7 @@ class GaussianPosterior(Shareable):
         Where the optimiser learns rho, sigma is left to it.
 
         Args:
-            growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; without it, sigma goes to its optimum at once.
+            growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; by default it goes to its optimum at once.
         """
         distances = self._distances()
         if self.curvature is not None:
