@@ -192,7 +192,7 @@ class DEELBoConfig(FineTuningConfig):
     )
     init_sigma: float = field(default=1e-3, metadata={"help": "Where the posterior's standard deviation starts."})
     kl_warmup_epochs: float = field(
-        default=3.0, metadata={"help": "Epochs in which the KL's weight grows to its full; 0 for none."}
+        default=5.0, metadata={"help": "Epochs in which the KL's weight grows to its full; 0 for none."}
     )
 
     num_eval_samples: int = field(

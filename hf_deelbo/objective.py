@@ -130,7 +130,7 @@ def kl_annealing(epochs: float, warmup_epochs: float) -> float:
     s is far above d2, sigma* grows in proportion to the epochs.
 
     Example:
-        >>> kl_annealing(1.5, warmup_epochs=3.0), kl_annealing(4.0, warmup_epochs=3.0), kl_annealing(0.1, 0.0)
+        >>> kl_annealing(2.5, warmup_epochs=5.0), kl_annealing(6.0, warmup_epochs=5.0), kl_annealing(0.1, 0.0)
         (0.0625, 1.0, 1.0)
     """
     return min(1.0, epochs / warmup_epochs) ** 4 if warmup_epochs else 1.0
