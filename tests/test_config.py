@@ -32,7 +32,7 @@ def test_the_paper(tmp_path):
     changed = DEELBoConfig.paper(str(tmp_path), use_cpu=True, optim="adamw_torch", init_sigma=1e-2)
     assert (changed.optim, changed.optim_args, changed.init_sigma) == ("adamw_torch", None, 1e-2)
     ours = DEELBoConfig.paper(str(tmp_path), use_cpu=True, sigma_update="closed-form")
-    assert (ours.optim, ours.grouping, ours.kl_warmup_epochs) == ("sgd", "tensor", 3.0)
+    assert (ours.optim, ours.grouping, ours.kl_warmup_epochs) == ("sgd", "tensor", 5.0)
 
 
 def test_weight_decay_is_ignored_with_one_warning(tmp_path, monkeypatch):
