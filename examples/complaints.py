@@ -5,8 +5,8 @@
 The texts are what consumers wrote to the Consumer Financial Protection Bureau, which publishes them with names and
 dates blanked out as XXXX; the class is the product they are about. 13,000 of them are in the source archive (61 MB) of
 Kumar Siddhartha's package `consumer-complaint-classification-model` 0.0.4, whose licence is MIT: download it from the
-package's page, as pip would run its `setup.py`. The test set has 125 of each class, drawn from a fixed seed; the others,
-of which most are about credit reports, are for training.
+package's page, as pip would run its `setup.py`. The test set has 125 of each class, drawn from a fixed seed; the
+others, of which most are about credit reports, are for training.
 """
 
 import argparse
