@@ -22,8 +22,15 @@ from hf_deelbo.config import PAPER, PAPER_SIGMA
 from hf_deelbo.files import write_json
 from hf_deelbo.hub import public_name
 from hf_deelbo.metrics import named_metrics, probabilities_of
-from hf_deelbo.model_card import save_card
-from hf_deelbo.plots import FixedPosterior, plot_elbo_comparison, plot_reliability, plot_training_curves, save_figure
+from hf_deelbo.model_card import has_several_sigmas, save_card
+from hf_deelbo.plots import (
+    FixedPosterior,
+    plot_elbo_comparison,
+    plot_groups,
+    plot_reliability,
+    plot_training_curves,
+    save_figure,
+)
 from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, parse_arguments
 from hf_deelbo.selection import METHODS, Selection, select
 
@@ -175,6 +182,8 @@ def write_results(run: Run, results: dict[str, Result], selection: Selection) ->
     logs = learned.trainer.state.log_history
     if any("nll" in line for line in logs):  # not in a run shorter than `logging_steps`
         figures["training"] = plot_training_curves(logs)
+    if has_several_sigmas(groups := learned.trainer.posterior.group_table()):
+        figures["groups"] = plot_groups(groups)
     if len(results) > 1:
         posteriors = [result.at_a_glance(name) for name, result in reversed(results.items())]
         figures["elbo_comparison"] = plot_elbo_comparison(posteriors)

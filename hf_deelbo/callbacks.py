@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType, has
 from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers, compute_statistics
+from .groups import table_lines
 from .modeling import backbone_of, head_parameter_names
 from .objective import kl_annealing, sigma_growth
 from .priors import LowRankPrior, checksum
@@ -75,6 +76,8 @@ class PriorVarianceCallback(TrainerCallback):
         posterior = self.trainer.posterior
         posterior.kl_annealing = 1.0
         posterior.update_variances(growth=0.0)
+        if self.trainer.is_world_process_zero():
+            logger.info("\n".join(["What was learned:", *table_lines(posterior.group_table())]))
         if state.global_step >= state.max_steps:  # not where it was stopped early
             self._warn_if_the_prior_holds(args)
 

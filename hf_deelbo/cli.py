@@ -1,7 +1,6 @@
 """The command `hf-deelbo`: look at a saved posterior or prior, predict with it, publish it, import one."""
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,11 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import logging
 
 from .batch_norm import batch_norm_layers
+from .groups import table_lines
 from .hub import NotSavedError, SavedConfig, fetch, push_folder
 from .model_card import SIGMA_UPDATES_IN_WORDS, has_several_sigmas, name_repository, one_line
 from .modeling import AUTO_CLASSES, TASK_OF, auto_class_of, load_architecture
+from .plots import plot_groups, save_figure
 from .posterior import GaussianPosterior
 from .posterior_files import PosteriorConfig
 from .prior_files import PriorConfig
@@ -25,7 +26,6 @@ from .priors import LowRankPrior
 from .ptyl import load_ptyl
 
 DEFAULT_NUM_SAMPLES = 10
-MOST_GROUPS = 30  # that `info` shows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def info(arguments: argparse.Namespace) -> Iterator[str]:
-    """What a saved posterior or prior is, from its small JSON file alone."""
+    """What a saved posterior or prior is, from its small JSON file alone; a figure of what its layers learned."""
     config = _saved_config(arguments.repo, **_hub_options(arguments))
     rows = _posterior_rows(config) if isinstance(config, PosteriorConfig) else _prior_rows(config)
     rows["written with"] = ", ".join(f"{name} {number}" for name, number in config.library_versions.items())
@@ -51,8 +51,15 @@ def info(arguments: argparse.Namespace) -> Iterator[str]:
     width = max(len(name) for name in known)
     for name, value in known.items():
         yield f"{name:{width}}  {value}"
-    if isinstance(config, PosteriorConfig) and has_several_sigmas(config.groups):
-        yield from ("", *_group_lines(config.groups))
+    groups = config.groups if isinstance(config, PosteriorConfig) and has_several_sigmas(config.groups) else []
+    groups = [row | {"name": one_line(row["name"])} for row in groups]
+    if groups:
+        yield from ("", *table_lines(groups))
+    if arguments.figure is not None:
+        if not groups:
+            raise ValueError("figure: there is nothing to draw, as all weights have the same sigma and lambda.")
+        image, numbers = save_figure(plot_groups(groups), arguments.figure.removesuffix(".png"))
+        yield from ("", f"{image}: the same as a figure; {numbers}: its numbers")
 
 
 def predict(arguments: argparse.Namespace) -> Iterator[str]:
@@ -138,23 +145,6 @@ def _posterior_rows(config: PosteriorConfig) -> dict[str, Any]:
     }
 
 
-def _group_lines(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What each group learned, in the order of the layers; of many, those of most weights."""
-    by_size = sorted(range(len(groups)), key=lambda index: -groups[index]["num_parameters"])
-    rows = [("group", "weights", "sigma", "sqrt(lambda or tau)")]
-    for index in sorted(by_size[:MOST_GROUPS]):
-        row = groups[index]
-        name = one_line(row["name"]) + (" (head)" if row["in_head"] else "")
-        width = math.sqrt(row["prior_variance"])
-        rows.append((name, f"{row['num_parameters']:,}", f"{row['sigma']:.4g}", f"{width:.4g}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *numbers in rows:
-        aligned = [f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True)]
-        yield "  ".join([f"{name:{widths[0]}}", *aligned])
-    if len(groups) > MOST_GROUPS:
-        yield f"and {len(groups) - MOST_GROUPS} more"
-
-
 def _prior_rows(config: PriorConfig) -> dict[str, Any]:
     return {
         "what": "prior (PTYL): N(mu, lambda Sigma), Sigma = S_diag/2 + eps I + Q Q^T / (2K - 2)",
@@ -227,8 +217,12 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     repo = ("repo", "a folder, or an id on the Hub")
-    for added in (command(info, repo), command(predict, repo, ("inputs", "image files, or texts"), nargs="+")):
-        added.add_argument("--cache_dir", help="where downloads are kept")
+    cache = {"help": "where downloads are kept"}
+    added = command(info, repo)
+    added.add_argument("--cache_dir", **cache)
+    added.add_argument("--figure", metavar="FILE.png", help="draw sigma and lambda by depth, and write that here")
+    added = command(predict, repo, ("inputs", "image files, or texts"), nargs="+")
+    added.add_argument("--cache_dir", **cache)
     added.add_argument("--num_samples", type=int, help="weight samples to average; 0 is the posterior mean")
     added.add_argument("--top_k", type=int, default=5, help="how many classes to show")
     added = command(push, ("folder", "a saved posterior or prior"), ("repo", "user/name on the Hub"))

@@ -1,11 +1,13 @@
 """Which parameters share a sigma and a prior variance."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 GROUPINGS = ("all", "part", "layer", "tensor")
+MOST_LINES = 30
 
 
 class Group(NamedTuple):
@@ -76,3 +78,33 @@ def layer_of(name: str) -> str:
     modules: Sequence[str] = name.split(".")[:-1]
     numbers = [index for index, module in enumerate(modules) if module.isdigit()]
     return ".".join(modules[: numbers[0] + 1] if numbers else modules[:2]) or name
+
+
+def table_lines(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each group learned, in the order of the layers; of more than `MOST_LINES`, those of most weights.
+
+    Args:
+        groups: rows of `GaussianPosterior.group_table`.
+
+    Example:
+        >>> learned = {"num_parameters": 1000, "sigma": 0.002, "prior_variance": 9e-6}
+        >>> rows = [{"name": "stem", "in_head": False} | learned, {"name": "fc", "in_head": True} | learned]
+        >>> for line in table_lines(rows):
+        ...     print(line)
+        group      weights  sigma  sqrt(lambda or tau)
+        stem         1,000  0.002                0.003
+        fc (head)    1,000  0.002                0.003
+    """
+    by_size = sorted(range(len(groups)), key=lambda index: -groups[index]["num_parameters"])
+    rows = [("group", "weights", "sigma", "sqrt(lambda or tau)")]
+    for index in sorted(by_size[:MOST_LINES]):
+        row = groups[index]
+        width = math.sqrt(row["prior_variance"])
+        name = row["name"] + (" (head)" if row["in_head"] else "")
+        rows.append((name, f"{row['num_parameters']:,}", f"{row['sigma']:.4g}", f"{width:.4g}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *numbers in rows:
+        aligned = [f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=True)]
+        yield "  ".join([f"{name:{widths[0]}}", *aligned])
+    if len(groups) > MOST_LINES:
+        yield f"and {len(groups) - MOST_LINES} more"

@@ -97,6 +97,22 @@ def test_info_tells_of_several_sigmas(posterior, tmp_path, capsys):
     ]
 
 
+def test_info_draws_what_the_layers_learned(posterior, tmp_path, capsys):
+    save_with_groups(posterior, tmp_path / "saved", ["stem", "stages\x1b[2J.0", "classifier"])
+    assert main(["info", str(tmp_path / "saved"), "--figure", str(tmp_path / "groups.png")]) == 0
+    assert "groups.png" in capsys.readouterr().out
+    assert Image.open(tmp_path / "groups.png").size[0] > 500
+    sigmas, widths = json.loads((tmp_path / "groups.json").read_text())["axes"][0]["lines"][:2]
+    assert sigmas["x"] == pytest.approx([0.001, 0.002, 0.003])
+    assert widths["x"] == pytest.approx([0.02] * 3)
+
+
+def test_info_of_one_sigma_has_nothing_to_draw(folder, tmp_path, capsys):
+    assert main(["info", folder, "--figure", str(tmp_path / "groups.png")]) == 1
+    assert "figure: there is nothing to draw" in capsys.readouterr().err
+    assert not list(tmp_path.glob("groups*"))
+
+
 def test_info_of_one_sigma_has_no_table(folder, capsys):
     assert main(["info", folder]) == 0
     printed = capsys.readouterr().out

@@ -196,7 +196,8 @@ class TestRuns:
         assert "figures/elbo_comparison.png" in card.text
         assert str(tmp_path) not in str(card)
         figures = {path.name for path in (outputs / "posterior" / "figures").iterdir()}
-        assert figures == {f"{n}.{s}" for n in ("training", "reliability", "elbo_comparison") for s in ("png", "json")}
+        names = ("training", "reliability", "groups", "elbo_comparison")
+        assert figures == {f"{name}.{suffix}" for name in names for suffix in ("png", "json")}
         assert metrics["selection"]["runs"] == 1.5  # both rates for 10 of 20 steps, then one
 
         seconds = [trial["seconds"] for trial in metrics["selection"]["trials"]]
