@@ -57,7 +57,7 @@ class PriorVarianceCallback(TrainerCallback):
     ) -> None:
         """sigma*, lambda* and tau* at the w_bar that the step starts from."""
         posterior = self.trainer.posterior
-        epochs = (state.global_step + 1) * _examples_of_a_step(args) / posterior.num_examples
+        epochs = (state.global_step + 1) * examples_of_a_step(args) / posterior.num_examples
         posterior.kl_annealing = kl_annealing(epochs, args.kl_warmup_epochs)
         posterior.update_variances(sigma_growth(state.global_step / state.max_steps))
 
@@ -102,7 +102,8 @@ class PriorVarianceCallback(TrainerCallback):
         )
 
 
-def _examples_of_a_step(args: TrainingArguments) -> int:
+def examples_of_a_step(args: TrainingArguments) -> int:
+    """How many an optimiser step takes, over all processes."""
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 

@@ -31,6 +31,7 @@ def task(make_config, tmp_path, monkeypatch):
                 max_steps=20,
                 learning_rate=learning_rate,
                 sigma_update="closed-form",
+                kl_warmup_epochs=0,
                 save_strategy="steps",
                 save_steps=5,
                 num_elbo_samples=3,
@@ -81,6 +82,21 @@ class TestHalvingSteps:
         assert halving_steps(4, max_steps) == steps
         assert cost_of(steps, 4, max_steps) / max_steps == pytest.approx(runs)
         assert halving_runs(4, max_steps) == pytest.approx(runs)
+
+    @pytest.mark.parametrize(
+        ("number", "max_steps", "warmup_steps", "steps"),
+        [
+            (4, 130, 63, [32, 64]),
+            (4, 6000, 63, [450, 900]),  # far behind it
+            (2, 130, 63, [63]),
+            (8, 130, 63, [16, 32, 64]),
+            (4, 38, 63, [32]),  # ends within it
+        ],
+    )
+    def test_the_last_choice_is_not_within_the_warm_up(self, number, max_steps, warmup_steps, steps):
+        assert halving_steps(number, max_steps, warmup_steps) == steps
+        cost = cost_of(steps, number, max_steps) / max_steps
+        assert halving_runs(number, max_steps, warmup_steps) == pytest.approx(cost)
 
     @pytest.mark.parametrize(("number", "max_steps"), [(1, 6000), (4, 10)])
     def test_where_there_is_nothing_to_drop_all_are_trained_in_full(self, number, max_steps):
@@ -140,6 +156,19 @@ class TestHalving:
         last = {trial.learning_rate: trial.de_elbo for trial in selection.trials[4:]}
         assert selection.best_learning_rate == max(last, key=last.get)
         assert trainer.de_elbo().value == pytest.approx(last[selection.best_learning_rate], rel=1e-9)
+
+    def test_the_last_choice_waits_for_the_whole_kl(self, task):
+        """Batches of 8 of 24 examples: 5 epochs are 15 steps."""
+
+        def make_trainer(learning_rate, output_dir):
+            trainer = task.make_trainer(learning_rate, output_dir)
+            trainer.args.kl_warmup_epochs = 5.0
+            return trainer
+
+        _, selection = select(make_trainer, RATES, task.folder)
+        assert [trial.steps for trial in selection.trials] == [8] * 4 + [16] * 2 + [20]
+        again = select(make_trainer, RATES, task.folder)[1]
+        assert again == selection
 
     def test_j_on_the_way_is_rough(self, task):
         calls = []
