@@ -1,9 +1,9 @@
-"""Tables and figures of `examples/study.py`, from its lines alone.
+"""Tables and figures of `examples/study.py` and `examples/swap_test.py`, from their lines alone.
 
     python examples/report.py      # or `make report`
 
-It reads what `study.py` wrote into the `*.jsonl` of the folder `examples/results`, and writes `REPORT.md` and figures
-there, and the part of the README between its two marks. The same lines give the same bytes.
+It reads what they wrote into the `*.jsonl` of the folder `examples/results`, and writes `REPORT.md` and figures there,
+and the part of its README between two marks. The same lines give the same bytes.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+import swap_test
 from matplotlib.figure import Figure
 
 from hf_deelbo.files import write_whole
@@ -43,7 +44,7 @@ from hf_deelbo.reports import (
 )
 from hf_deelbo.studies import read_lines
 
-ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
 MARKS = "<!-- results: begin -->", "<!-- results: end -->"
 HOW_TO_READ = """\
 Numbers are means over training sets, with the lowest and the highest. *mean*: at the posterior mean, or the weights
@@ -56,8 +57,8 @@ row's *lines* are the ids of its runs in the `*.jsonl`."""
 def main(argv: Sequence[str] | None = None) -> None:
     """Write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "examples" / "results", help="the folder of lines")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file with the two marks")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of lines")
+    parser.add_argument("--readme", type=Path, default=RESULTS / "README.md", help="the file with the two marks")
     options = parser.parse_args(argv)
     write_report(options.results, options.readme)
 
@@ -65,13 +66,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_report(results: Path, readme: Path) -> None:
     """Read the lines; write figures, the report, and its summary into the README."""
     lines = {line["id"]: line for path in sorted(results.glob("*.jsonl")) for line in read_lines(path)}
-    rows = rows_of([line for line in lines.values() if "method" in line["config"]])  # others are of `swap_test.py`
+    swaps = [line for line in lines.values() if "row" in line["config"]]
+    rows = rows_of([line for line in lines.values() if "method" in line["config"]])
     compared = [row for row in rows if row.config["method"] != "deelbo-single"]
     sections = [section(list(of_task), results) for _, of_task in groupby(compared, key=lambda row: row.task)]
     swept = [row for row in rows if row.config["method"] == "deelbo-single"]
     sections += [kappa_section(list(of_task), results) for _, of_task in groupby(swept, key=lambda row: row.task)]
     parts = ["# Results", "Made by `make report`; do not edit.", HOW_TO_READ, "## Against grid search"]
     parts += [comparison_table(compared), *sections]
+    if swaps:
+        parts += ["## The swap test", swap_test.HOW_TO_READ, swap_test.table(swaps)]
     write_whole(results / "REPORT.md", "\n\n".join(parts) + "\n")
     put_between_marks(readme, summary(compared))
 
@@ -134,7 +138,7 @@ def summary(rows: list[Row]) -> str:
     where = "; ".join("{} cores ({}), {} for a run, torch {}".format(*machine) for machine in sorted(machines))
     days = sorted({line["date"] for line in lines})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    text = "All tables, figures and lines are in [examples/results](examples/results/REPORT.md)"
+    text = "All tables and figures are in [REPORT.md](REPORT.md)"
     table = comparison_table(without_repeats(rows), with_ids=False)
     return f"{table}\n\n{text}; {when}, on {where}."
 

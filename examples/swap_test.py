@@ -49,6 +49,10 @@ from hf_deelbo.studies import _commit, machine, read_lines, write_line
 RESULTS = Path(__file__).parent / "results" / "swap_test.jsonl"
 SEEDS = [1001, 2001, 3001]
 NUM_SAMPLES = 10
+HOW_TO_READ = """\
+The same script with `Trainer` (plain) and with `DEELBoTrainer` (at the posterior's *mean*, and the *average* of 10
+weight samples), means over training sets. Two numbers in a cell are those with running batch-norm statistics / with
+recomputed ones; the average always has statistics of its own."""
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 # the model of texts, and tasks, as `DataArguments` has them
@@ -263,14 +267,15 @@ def name_of(config: dict[str, Any]) -> str:
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Means over the training sets that both trainers have, and whether anything was lost by the swap.
 
-    Two numbers in a cell are those of the running batch-norm statistics / of recomputed ones.
+    Two numbers in a cell are those of the running batch-norm statistics / of recomputed ones. The order of the lines
+    makes no difference.
     """
     found = defaultdict(dict)
     for line in lines:
         config = line["config"]
         found[config["trainer"], name_of(config)][config["subset_seed"]] = line
-    rows = []
-    for (trainer, name), runs in found.items():
+    rows, order = [], list(ROWS)
+    for (trainer, name), runs in sorted(found.items(), key=lambda item: (order.index(item[0][1].split()[0]), item[0])):
         peers = found.get(("plain", name.split()[0]), {})
         sets = sorted(runs.keys() & peers.keys())
         if trainer == "deelbo" and sets:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
@@ -266,10 +267,27 @@ class TestReport:
         text = files["results/REPORT.md"].decode()
         assert all(f"(figures/{name}.png)" in text for name in figures)
         assert all(f"`{run['id']}`" in text for run in GRID + HALVING + PLAIN + SWEEP)
-        # nor do the order of lines, and those of other scripts, make a difference
-        (folder / "results" / "c.jsonl").write_text(json.dumps({"id": "1", "config": {"row": "digits"}}) + "\n")
+        # nor does the order of lines make a difference
         (folder / "results" / "a.jsonl").write_text("".join(json.dumps(run) + "\n" for run in (HALVING + GRID)[::-1]))
         assert self.report(script, folder)["results/REPORT.md"] == files["results/REPORT.md"]
+
+    def test_the_swap_test_is_in_it_whatever_the_order_of_its_lines(self, script, folder):
+        def line(row: str, trainer: str) -> dict:
+            config = {"row": row, "subset_seed": 1001, "trainer": trainer, "deelbo": {}}
+            found = {"accuracy": 0.5, "nll": 1.0, "ece": 0.1}
+            test = {"mean": found} if trainer == "plain" else {"mean": found, "average": found}
+            return {"id": f"{row} {trainer}", "config": config, "test": test}
+
+        lines = [line(row, trainer) for row in ("reviews-2e-4", "reviews-default") for trainer in ("plain", "deelbo")]
+        reports = []
+        for some in (lines, lines[::-1]):
+            (folder / "results" / "swap_test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in some))
+            reports.append(self.report(script, folder)["results/REPORT.md"].decode())
+        assert reports[0] == reports[1]
+        found = re.findall(
+            r"^\| (reviews\S+) \| 1 \| 50.0 \|", reports[0].partition("## The swap test")[2], re.MULTILINE
+        )
+        assert found == ["reviews-2e-4", "reviews-default"]
 
     def test_figures_hold_the_numbers(self, script, folder):
         self.report(script, folder)
