@@ -1,15 +1,12 @@
 """Walk over millions of named numbers in pieces: on all cores, in cache, in a fixed order."""
 
-import ctypes
 import os
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
+from threading import Barrier
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,9 +15,6 @@ from .sharding import Tensors, held_rows, local
 
 # 2**18 floats are 1 MiB: large enough to hide Python's overhead, small enough to stay in a cache.
 BLOCK_SIZE = 2**18
-# A pass over fewer blocks that does little with each number is over in some milliseconds. For as long torch's own
-# threads keep their cores after an operation, waiting for the next one, and a helper would come too late.
-SHORT_PASS = 16
 
 Result = TypeVar("Result")
 
@@ -35,7 +29,10 @@ class Piece(NamedTuple):
 class Block(NamedTuple):
     """Pieces of named tensors that one thread works on, on a GPU by one call of a `torch._foreach_*` function for all.
 
-    They are all of one group, the one with the number `group`.
+    Attributes:
+        pieces: all of one group.
+        group: the number of that.
+        on_cpu: whether they are there.
 
     Example:
         >>> block = Block((Piece("weight", slice(2, 4)), Piece("bias", None)))
@@ -45,6 +42,7 @@ class Block(NamedTuple):
 
     pieces: tuple[Piece, ...]
     group: int = 0
+    on_cpu: bool = True
 
     def of(self, tensors: Tensors) -> list[torch.Tensor]:
         """Views of the pieces in `tensors`, whatever their memory layout."""
@@ -80,10 +78,7 @@ def squared_distance(
     if not one[0].is_cpu:
         differences = one if other is None else subtract(one, other)
         return torch.stack(torch._foreach_norm(differences, dtype=dtype)).square().sum()
-    if other is None:
-        squares = (torch.mul(a, a, out=scratch_like(a)) for a in one)
-    else:
-        squares = (torch.mul(d, d, out=d) for d in subtract(one, other))
+    squares = (a * a for a in one) if other is None else (d.mul_(d) for d in subtract(one, other))
     return sum_of([square.sum() for square in squares], dtype)
 
 
@@ -101,32 +96,15 @@ def sum_of(terms: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch
 
 
 def subtract(one: list[torch.Tensor], other: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Their differences; on a CPU one after the other, each in memory of `scratch_like`.
+    """Their differences; on a CPU one after the other, so that one is in the cache when it is used.
 
     Example:
         >>> list(subtract([torch.ones(2)], [torch.tensor([0.0, 3.0])]))
         [tensor([ 1., -2.])]
     """
     if one[0].is_cpu:
-        return (torch.sub(a, b, out=scratch_like(a)) for a, b in zip(one, other, strict=True))
+        return (a - b for a, b in zip(one, other, strict=True))
     return torch._foreach_sub(one, other)  # one call for all
-
-
-def scratch_like(tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """A tensor of the same shape with any content, valid until this thread asks again: it gets the same memory.
-
-    On a CPU, what is allocated and freed for each piece at each step costs more than what is computed there: when the
-    C library sees it freed it may give all the memory that a backward pass left free back to the system, and the next
-    forward pass asks for it again. Also, what one operation leaves there the next one finds in the cache.
-
-    Example:
-        >>> one, other = (scratch_like(torch.ones(3)) for _ in range(2))
-        >>> one.data_ptr() == other.data_ptr()
-        True
-    """
-    if tensor.is_cpu and (memory_format == torch.contiguous_format or tensor.is_contiguous()):
-        return _scratch.of(tensor.shape, tensor.dtype)
-    return torch.empty_like(tensor, memory_format=memory_format)
 
 
 def blocks_of(tensors: Tensors, size: int | None = None, groups: Sequence[Iterable[str]] | None = None) -> list[Block]:
@@ -146,12 +124,12 @@ def blocks_of(tensors: Tensors, size: int | None = None, groups: Sequence[Iterab
         [('weight', slice(0, 2, None))]
         [('weight', slice(2, 3, None)), ('bias', None)]
     """
+    on_cpu = all(tensor.is_cpu for tensor in tensors.values())
     if size is None:
-        on_cpu = all(tensor.is_cpu for tensor in tensors.values())
         size = BLOCK_SIZE if on_cpu else sys.maxsize
     groups = [tensors] if groups is None else groups
     return [
-        Block(pieces, index)
+        Block(pieces, index, on_cpu)
         for index, names in enumerate(groups)
         for pieces in _pieces_of_blocks({name: tensors[name] for name in names}, size)
     ]
@@ -217,115 +195,48 @@ def write_scaled_sum(
         torch._foreach_copy_(targets, others)
 
 
-def on_all_cores(function: Callable[[Block], Result], blocks: list[Block], alone_below: int = 0) -> list[Result]:
+def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> list[Result]:
     """`[function(block) for block in blocks]` without gradients, by as many threads as torch uses.
 
     Each block is one thread's work alone, and the results keep the order of the blocks, so that sums do not depend on
-    the number of threads. None is still at work when this returns or raises.
-
-    Args:
-        function: what is done with a block.
-        blocks: all of them.
-        alone_below: with fewer blocks the calling thread does it all; `SHORT_PASS` where little is done with each.
+    the number of threads. None is still at work when this returns or raises. Blocks on a GPU are given to it by the
+    calling thread, in its stream.
 
     Example:
         >>> weights = {"weight": torch.ones(6)}
         >>> on_all_cores(lambda block: block.of(weights)[0].sum().item(), blocks_of(weights, size=4))
         [4.0, 2.0]
     """
-    results: list[Result] = [None] * len(blocks)
-    # this thread takes those of many pieces first and the helpers those of few: small operations in two threads at
-    # once would wait for Python's lock most of the time
-    todo = deque(sorted(enumerate(blocks), key=lambda item: -len(item[1].pieces)))
 
     @torch.no_grad()  # the mode is per thread
-    @on_one_core()
-    def work(take: Callable[[], tuple[int, Block]]) -> None:
-        while True:
-            try:
-                index, block = take()
-            except IndexError:
-                return
-            results[index] = function(block)
+    def work(some: list[Block]) -> list[Result]:
+        return [function(block) for block in some]
 
-    num_helpers = min(torch.get_num_threads(), len(blocks)) - 1 if len(blocks) >= alone_below else 0
-    with on_one_core():  # until the helpers have stopped: of torch's own setter, the last call decides
-        helpers = [_pool(os.getpid()).submit(work, todo.pop) for _ in range(num_helpers)]
-        try:
-            work(todo.popleft)
-        finally:
-            todo.clear()
-            wait(helpers)
-    for helper in helpers:
-        helper.result()
+    if not all(block.on_cpu for block in blocks):
+        return work(blocks)
+    num_threads = torch.get_num_threads()
+    pool = _pool(os.getpid(), num_threads)
+    shares = [pool.submit(work, blocks[first::num_threads]) for first in range(num_threads)]
+    try:
+        wait(shares)
+    finally:
+        wait(shares)  # whoever is interrupted waits too, as they write into the model
+    results: list[Result] = [None] * len(blocks)
+    for first, share in enumerate(shares):
+        results[first::num_threads] = share.result()
     return results
 
 
-@contextmanager
-def on_one_core() -> Iterator[None]:
-    """Within it each of torch's operations is the work of the calling thread alone; other threads are as before.
-
-    Example:
-        >>> with on_one_core():
-        ...     torch.get_num_threads()
-        1
-    """
-    num_threads = torch.get_num_threads()  # asked first: with a thread's first question torch sets its number
-    set_num_threads = _setter_of_num_threads()
-    set_num_threads(1)
-    try:
-        yield
-    finally:
-        set_num_threads(num_threads)
-
-
 @cache
-def _setter_of_num_threads() -> Callable[[int], None]:
-    """`torch.set_num_threads` for the calling thread alone, where torch computes by OpenMP, else that function itself.
-
-    Torch's own also sets the number of threads that start later, and each call of it slows the next passes through a
-    network: those of one step, with four calls or more before them, by some milliseconds.
-    """
-    library = ctypes.PyDLL(torch._C.__file__)  # names are also looked up in the libraries that this one needs
-    names = ["omp_set_num_threads", *(["MKL_Set_Num_Threads_Local"] if torch.backends.mkl.is_available() else [])]
-    if not all(hasattr(library, name) for name in names):
-        return torch.set_num_threads
-    setters = [library[name] for name in names]
-
-    def set_num_threads(num_threads: int) -> None:
-        for setter in setters:
-            setter(num_threads)
-
-    return set_num_threads
+def _pool(process_id: int, num_threads: int) -> ThreadPoolExecutor:
+    """Threads each of whose operations is its own work alone; a child process, to which none comes, makes its own."""
+    pool = ThreadPoolExecutor(num_threads, "hf_deelbo", initializer=_work_alone)
+    all_there = Barrier(num_threads)
+    wait([pool.submit(all_there.wait) for _ in range(num_threads)])
+    torch.set_num_threads(num_threads)  # the last call decides for threads that start later
+    return pool
 
 
-@cache
-def _pool(process_id: int) -> ThreadPoolExecutor:
-    """The threads of this process: threads do not survive a fork, so a child makes its own."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hf_deelbo")
-
-
-class _Scratch(threading.local):
-    """Memory of one thread, as much as it needed at most, and views of it in the shapes that it was asked for."""
-
-    def __init__(self):
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.views: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-
-    def of(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """The beginning of it, in this shape."""
-        view = self.views.get((shape, dtype))
-        if view is None:
-            view = self.views[shape, dtype] = self._view(shape, dtype)
-        return view
-
-    @torch.inference_mode(False)  # who asks again may be in another mode
-    def _view(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        size = shape.numel() * dtype.itemsize
-        if len(self.memory) < size:
-            self.memory = torch.empty(max(size, 4 * BLOCK_SIZE), dtype=torch.uint8)
-            self.views.clear()
-        return self.memory[:size].view(dtype).view(shape)
-
-
-_scratch = _Scratch()
+def _work_alone() -> None:
+    torch.get_num_threads()  # asked first: with a thread's first question torch sets its number
+    torch.set_num_threads(1)

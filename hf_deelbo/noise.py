@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import torch
 
-from .blocks import BLOCK_SIZE, Block, Tensors, rows_of_a_piece, scratch_like, write_scaled_sum
+from .blocks import BLOCK_SIZE, Block, Tensors, rows_of_a_piece, write_scaled_sum
 from .sharding import held_rows
 
 
@@ -42,7 +42,7 @@ def _standard_normal(
     weight: torch.Tensor, tensor: torch.Tensor, rows: slice | None, key: str, on_cpu: bool
 ) -> torch.Tensor:
     """eps of `weight`, some rows of `tensor`: drawn in parts that the whole tensor decides, and cut to those rows."""
-    eps = scratch_like(weight, memory_format=torch.contiguous_format)
+    eps = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if eps.numel() == tensor.numel() <= BLOCK_SIZE:  # the usual case: one part
         return _draw(eps, f"{key}/0", on_cpu)
     first, num_rows = held_rows(tensor)

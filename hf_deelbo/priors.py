@@ -21,18 +21,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import (
-    SHORT_PASS,
-    Block,
-    Piece,
-    Tensors,
-    blocks_of,
-    on_all_cores,
-    rows_of,
-    squared_distance,
-    subtract,
-    sum_of,
-)
+from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance, subtract, sum_of
 from .files import replaced_together
 from .hub import Shareable, library_versions
 from .model_card import PriorCardData, save_card
@@ -41,7 +30,7 @@ from .objective import gaussian_kl, optimal_variance
 from .prior_files import PriorConfig, read_prior, write_prior
 from .sharding import copy_whole_, gathered, local, shard_like, total, total_by_group
 
-# Sigma_p^-1 (w - mu_p) of each piece of a block, to be used before the next one is asked for: memory is used again
+# Sigma_p^-1 (w - mu_p) of each piece of a block
 PrecisionProduct = Callable[[Block], Iterable[torch.Tensor]]
 
 
@@ -226,10 +215,7 @@ class IsotropicPrior(GaussianPrior):
             distance = squared_distance(block.of(w), mean, self.trace_inverse.dtype)
             return distance if self.scales is None else distance / self.scales[block.pieces[0].name]
 
-        terms, zeros = (
-            on_all_cores(of_block, self.blocks, alone_below=SHORT_PASS),
-            torch.zeros_like(self.trace_inverse),
-        )
+        terms, zeros = on_all_cores(of_block, self.blocks), torch.zeros_like(self.trace_inverse)
         if zeros.dim() == 0:
             return total(terms, w, zeros)
         return total_by_group(terms, [block.group for block in self.blocks], w, zeros)

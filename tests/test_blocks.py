@@ -1,5 +1,6 @@
 import threading
 import time
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hf_deelbo.blocks import (
     add_scaled_,
     blocks_of,
     on_all_cores,
-    scratch_like,
     squared_distance,
     subtract,
     write_scaled_sum,
@@ -65,37 +65,6 @@ def test_squared_distance_keeps_its_digits_in_float32(minus):
     torch.testing.assert_close(ours, exact, rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (), (0, 4), (5,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scratch_has_the_shape_and_type_asked_for_and_always_the_same_memory(shape, dtype):
-    scratch = scratch_like(torch.empty(shape, dtype=dtype))
-    assert (scratch.shape, scratch.dtype) == (shape, dtype)
-    assert scratch_like(torch.empty(7)).data_ptr() == scratch_like(scratch.new_empty(1)).data_ptr()
-
-
-def test_scratch_is_larger_when_more_is_asked_for():
-    small, size = scratch_like(torch.empty(3)), 2**20
-    more = scratch_like(torch.empty(size))
-    more.fill_(1)
-    assert more.sum() == size
-    assert scratch_like(small).data_ptr() == more.data_ptr()  # the smaller memory is not kept
-
-
-def test_scratch_of_an_inference_serves_training():
-    with torch.inference_mode():
-        scratch_like(torch.empty(11, 13))
-    scratch_like(torch.empty(11, 13)).fill_(1)
-
-
-def test_each_thread_has_scratch_of_its_own():
-    mine = scratch_like(torch.empty(10))
-    mine.fill_(1)
-    other = threading.Thread(target=lambda: scratch_like(torch.empty(10)).fill_(2))
-    other.start()
-    other.join()
-    assert torch.equal(mine, torch.ones(10))
-
-
 any_layout = pytest.mark.parametrize(
     "one",
     [
@@ -135,15 +104,19 @@ def test_scaled_sums_of_any_layout(one, dtype):
         assert torch.equal(result, tensor + 3)
 
 
-@pytest.mark.parametrize(("alone_below", "num_threads"), [(0, 2), (100, 2), (101, 1)])
-def test_few_blocks_are_the_work_of_the_calling_thread(alone_below, num_threads):
-    def work(block: Block) -> int:
-        time.sleep(1e-3)  # so that a helper has time to come
-        return threading.get_ident()
+def test_all_threads_take_part():
+    both = threading.Barrier(2)
+    threads = on_all_cores(lambda block: (both.wait(timeout=10) and None) or threading.get_ident(), many_blocks())
+    assert len(set(threads)) == 2
+    assert threading.get_ident() not in threads
 
-    threads = on_all_cores(work, many_blocks(), alone_below)
-    assert len(set(threads)) == num_threads
-    assert threading.get_ident() in threads
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_gpu_gets_its_work_from_the_calling_thread():
+    tensors = {name: torch.zeros(5) for name in "abc"}
+    blocks = blocks_of(tensors, groups=[[name] for name in tensors])
+    assert len(blocks) == 3
+    assert set(on_all_cores(lambda block: threading.get_ident(), blocks)) == {threading.get_ident()}
 
 
 def test_results_keep_the_order_of_the_blocks():
@@ -172,13 +145,6 @@ def test_no_gradient_is_recorded_in_any_thread():
     assert not any(modes)
 
 
-@pytest.fixture(params=["this thread's", "torch's"])
-def setter_of_num_threads(request, monkeypatch):
-    """What is used where torch computes by OpenMP, and what is used elsewhere."""
-    if request.param == "torch's":
-        monkeypatch.setattr(blocks, "_setter_of_num_threads", lambda: torch.set_num_threads)
-
-
 def in_a_new_thread(function):
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
@@ -187,7 +153,6 @@ def in_a_new_thread(function):
     return results[0]
 
 
-@pytest.mark.usefixtures("setter_of_num_threads")
 def test_a_block_is_the_work_of_one_thread_and_the_number_of_threads_comes_back():
     assert on_all_cores(lambda block: torch.get_num_threads(), many_blocks()) == [1] * 100
     assert torch.get_num_threads() == 2
@@ -196,19 +161,27 @@ def test_a_block_is_the_work_of_one_thread_and_the_number_of_threads_comes_back(
     assert torch.get_num_threads() == 2
 
 
-def test_the_number_for_threads_to_come_is_back_however_late_a_new_helper_stops(monkeypatch):
-    monkeypatch.setattr(blocks, "_setter_of_num_threads", lambda: torch.set_num_threads)
-    blocks._pool.cache_clear()
+def test_starting_the_threads_leaves_the_number_for_threads_to_come():
     torch.set_num_threads(3)
-
-    def work(block: Block) -> None:
-        time.sleep(0 if threading.current_thread() is threading.main_thread() else 0.05)
-
-    on_all_cores(work, many_blocks()[:3])
-    assert in_a_new_thread(torch.get_num_threads) == 3
+    blocks._pool.cache_clear()
+    on_all_cores(lambda block: None, many_blocks())
+    assert in_a_new_thread(torch.get_num_threads) == torch.get_num_threads() == 3
 
 
-@pytest.mark.usefixtures("setter_of_num_threads")
+def test_whoever_interrupts_a_pass_waits_for_its_end(monkeypatch):
+    done = []
+
+    def interrupted_once(shares):
+        monkeypatch.setattr(blocks, "wait", wait)
+        raise KeyboardInterrupt
+
+    on_all_cores(lambda block: None, many_blocks())  # the threads are there
+    monkeypatch.setattr(blocks, "wait", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        on_all_cores(lambda block: done.append(time.sleep(1e-3)), many_blocks())
+    assert len(done) == 100
+
+
 @pytest.mark.parametrize("product", [torch.dot, lambda a, b: (a * b).sum()], ids=["by BLAS", "by torch"])
 def test_sums_do_not_depend_on_the_number_of_threads(product):
     a, b = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
