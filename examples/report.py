@@ -14,19 +14,8 @@ from itertools import groupby
 from pathlib import Path
 
 import swap_test
-from matplotlib.figure import Figure
-
-from hf_deelbo.files import write_whole
-from hf_deelbo.plots import (
-    FixedPosterior,
-    PriorFit,
-    plot_accuracy_over_compute,
-    plot_by_method,
-    plot_elbo_comparison,
-    plot_kappa_sweep,
-    save_figure,
-)
-from hf_deelbo.reports import (
+from lab.figures import plot_accuracy_over_compute, plot_by_method, plot_kappa_sweep
+from lab.reports import (
     AT,
     PRIORS,
     Line,
@@ -42,7 +31,16 @@ from hf_deelbo.reports import (
     spread,
     without_repeats,
 )
-from hf_deelbo.studies import read_lines
+from lab.studies import read_lines
+from matplotlib.figure import Figure
+
+from hf_deelbo.plots import (
+    FixedPosterior,
+    PriorFit,
+    plot_elbo_comparison,
+    save_figure,
+)
+from hf_deelbo.sharing.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 MARKS = "<!-- results: begin -->", "<!-- results: end -->"

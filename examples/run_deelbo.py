@@ -14,15 +14,19 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lab.baselines import LEARNING_RATES
+from lab.tasks import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    ScriptRun,
+    parse_arguments,
+)
 from transformers.utils import logging
 
 from hf_deelbo import DEELBo, DEELBoConfig, DEELBoTrainer
-from hf_deelbo.baselines import LEARNING_RATES
 from hf_deelbo.config import PAPER, PAPER_SIGMA
-from hf_deelbo.files import write_json
-from hf_deelbo.hub import public_name
 from hf_deelbo.metrics import named_metrics, probabilities_of
-from hf_deelbo.model_card import has_several_sigmas, save_card
 from hf_deelbo.plots import (
     FixedPosterior,
     plot_elbo_comparison,
@@ -31,8 +35,10 @@ from hf_deelbo.plots import (
     plot_training_curves,
     save_figure,
 )
-from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, parse_arguments
 from hf_deelbo.selection import METHODS, Selection, select
+from hf_deelbo.sharing.cards import has_several_sigmas, save_card
+from hf_deelbo.sharing.files import write_json
+from hf_deelbo.sharing.hub import public_name
 
 logger = logging.get_logger(__name__)
 

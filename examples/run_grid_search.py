@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from hf_deelbo.baselines import (
+from lab.baselines import (
     LAMBDAS,
     LEARNING_RATES,
     PENALTIES_OVER_N,
@@ -25,11 +25,18 @@ from hf_deelbo.baselines import (
     random_search,
     tpe_search,
 )
+from lab.tasks import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    ScriptRun,
+    parse_arguments,
+)
+
 from hf_deelbo.config import PAPER
-from hf_deelbo.files import write_json
 from hf_deelbo.metrics import named_metrics, probabilities_of
 from hf_deelbo.plots import plot_reliability, save_figure
-from hf_deelbo.runs import Arguments, DataArguments, ModelArguments, ScriptRun, parse_arguments
+from hf_deelbo.sharing.files import write_json
 
 SEARCHES = ("grid", "random", "tpe")
 DEFAULTS = {

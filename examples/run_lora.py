@@ -10,13 +10,13 @@ loads the base model from where it came from. `--help` lists the options.
 import argparse
 from collections.abc import Sequence
 
+from lab.backbones import load_classifier
+from lab.data import as_tokens, load_data
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, DataCollatorWithPadding, set_seed
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior
-from hf_deelbo.data import as_tokens, load_data
 from hf_deelbo.metrics import compute_metrics, named_metrics
-from hf_deelbo.modeling import load_classifier
 
 NUM_SAMPLES = 10
 

@@ -16,15 +16,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lab.baselines import MAPConfig, MAPTrainer
+from lab.tasks import (
+    DataArguments,
+    ModelArguments,
+    ScriptRun,
+    Task,
+    parse_arguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import LowRankPrior, SWAGCallback
-from hf_deelbo.baselines import MAPConfig, MAPTrainer
-from hf_deelbo.files import write_json
-from hf_deelbo.hub import library_versions, public_name
 from hf_deelbo.metrics import named_metrics
-from hf_deelbo.model_card import PriorCardData, save_card
-from hf_deelbo.runs import DataArguments, ModelArguments, ScriptRun, Task, parse_arguments
+from hf_deelbo.sharing.cards import PriorCardData, save_card
+from hf_deelbo.sharing.files import write_json
+from hf_deelbo.sharing.hub import library_versions, public_name
 
 # a learning rate that stays keeps the weights moving, which is what SWAG looks at
 DEFAULTS = {"lr_scheduler_type": "constant", "logging_steps": 10, "save_total_limit": 1}

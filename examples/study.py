@@ -25,8 +25,15 @@ from typing import Any
 
 import torch
 import yaml
-
-from hf_deelbo.studies import Places, StudyRun, carry_out, expand, measure_step, read_lines, write_line
+from lab.studies import (
+    Places,
+    StudyRun,
+    carry_out,
+    expand,
+    measure_step,
+    read_lines,
+    write_line,
+)
 
 RESULTS = Path(__file__).parent / "results"
 SEEDS = [1001, 2001, 3001]

@@ -34,17 +34,22 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from lab.backbones import EMBEDDED_MODEL
+from lab.data import EMBEDDED_DATASET
+from lab.reports import markdown_table
+from lab.studies import (
+    _commit,
+    machine,
+    read_lines,
+    write_line,
+)
+from lab.tasks import DataArguments, ModelArguments, Task
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
-from hf_deelbo.batch_norm import batch_norm_layers, compute_statistics, with_statistics
-from hf_deelbo.data import EMBEDDED_DATASET
-from hf_deelbo.files import as_json
 from hf_deelbo.metrics import named_metrics
-from hf_deelbo.modeling import EMBEDDED_MODEL
-from hf_deelbo.reports import markdown_table
-from hf_deelbo.runs import DataArguments, ModelArguments, Task
-from hf_deelbo.studies import _commit, machine, read_lines, write_line
+from hf_deelbo.sharing.files import as_json
+from hf_deelbo.weights.batch_norm import batch_norm_layers, compute_statistics, with_statistics
 
 RESULTS = Path(__file__).parent / "results" / "swap_test.jsonl"
 SEEDS = [1001, 2001, 3001]

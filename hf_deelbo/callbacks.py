@@ -14,12 +14,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType, has_length
 from transformers.utils import logging
 
-from .batch_norm import batch_norm_layers, compute_statistics
 from .groups import table_lines
-from .modeling import backbone_of, head_parameter_names
 from .objective import kl_annealing, sigma_growth
 from .priors import LowRankPrior, checksum
 from .swag import SWAGMoments
+from .weights.batch_norm import batch_norm_layers, compute_statistics
+from .weights.parameters import backbone_of, head_parameter_names
 
 if TYPE_CHECKING:
     from .trainer import DEELBoTrainer

@@ -13,17 +13,27 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import logging
 
-from .batch_norm import batch_norm_layers
 from .groups import table_lines
-from .hub import NotSavedError, SavedConfig, fetch, push_folder
-from .model_card import SIGMA_UPDATES_IN_WORDS, has_several_sigmas, name_repository, one_line
-from .modeling import AUTO_CLASSES, TASK_OF, auto_class_of, load_architecture
 from .plots import plot_groups, save_figure
 from .posterior import GaussianPosterior
-from .posterior_files import PosteriorConfig
-from .prior_files import PriorConfig
 from .priors import LowRankPrior
-from .ptyl import load_ptyl
+from .sharing.cards import (
+    SIGMA_UPDATES_IN_WORDS,
+    has_several_sigmas,
+    name_repository,
+    one_line,
+)
+from .sharing.hub import (
+    NotSavedError,
+    SavedConfig,
+    fetch,
+    push_folder,
+)
+from .sharing.models import AUTO_CLASSES, TASK_OF, auto_class_of
+from .sharing.posterior_files import PosteriorConfig
+from .sharing.prior_files import PriorConfig
+from .sharing.ptyl import load_architecture, load_ptyl
+from .weights.batch_norm import batch_norm_layers
 
 DEFAULT_NUM_SAMPLES = 10
 

@@ -26,11 +26,16 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
 from .config import SAVED_PRIORS, SHARD_AT_LOADING, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
-from .files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
-from .modeling import backbone_of
 from .posterior import GaussianPosterior
-from .priors import GaussianPrior, IsotropicPrior, LowRankPrior, prior_from
-from .sharding import is_sharded
+from .priors import (
+    GaussianPrior,
+    IsotropicPrior,
+    LowRankPrior,
+    prior_from,
+)
+from .sharing.files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
+from .weights.parameters import backbone_of
+from .weights.shards import is_sharded
 
 logger = logging.get_logger(__name__)
 

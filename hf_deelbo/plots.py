@@ -20,12 +20,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from numpy.typing import ArrayLike
 
-from .blocks import Tensors
-from .files import as_json, write_whole
 from .metrics import confidence_bins
-from .objective import DEELBo, default_kappa, gaussian_kl, optimal_variance
+from .objective import (
+    DEELBo,
+    default_kappa,
+    gaussian_kl,
+    optimal_variance,
+)
 from .posterior import GaussianPosterior
 from .priors import GaussianPrior
+from .sharing.files import as_json, write_whole
+from .weights.blocks import Tensors
 
 # The colours of Okabe and Ito, which the colour-blind tell apart; dashes and markers do the same for print in grey
 STYLES = [
@@ -75,13 +80,13 @@ def plot_training_curves(log_history: Sequence[Mapping[str, Any]]) -> Figure:
         for key, style in zip(keys, STYLES, strict=False):
             steps, values = [line["step"] for line in lines], [line[key] for line in lines]
             axes.plot(steps, values, **style, markevery=[-1], label=key)
-        _describe(axes, "step", label)
+        describe_axes(axes, "step", label)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=(1, 2, 5, 10)))
         axes.set_xlim(left=0)
         if keys != ["nll"]:
             _use_log_scale(axes)
     panels[-1].legend(["backbone", "head"], ncols=2, **ABOVE)
-    return _laid_out(figure)
+    return laid_out(figure)
 
 
 def _use_log_scale(axes: Axes, which: str = "y") -> None:
@@ -138,14 +143,14 @@ def plot_groups(groups: Sequence[Mapping[str, Any]]) -> Figure:
     in_head = [position for position, row in zip(positions, groups, strict=True) if row["in_head"]]
     if in_head:
         axes.axhspan(in_head[0] - 0.5, in_head[-1] + 0.5, color="0.93", linewidth=0, zorder=0)
-    _describe(axes, "standard deviation of a weight", "" if named else "group of weights, the head in grey")
+    describe_axes(axes, "standard deviation of a weight", "" if named else "group of weights, the head in grey")
     _use_log_scale(axes, "x")
     if named:
         axes.set_yticks(positions, [_end_of(row["name"]) for row in groups], parse_math=False)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.legend(ncols=2, **ABOVE)
-    return _laid_out(figure)
+    return laid_out(figure)
 
 
 def _end_of(name: str) -> str:
@@ -196,11 +201,11 @@ def plot_reliability(
         histogram.fill_between(edges, [0, *share], step="pre", color=style["color"], alpha=0.15, linewidth=0)
     diagram.set(xlim=(0, 1), ylim=(-0.03, 1.03))
     histogram.set_ylim(bottom=0)
-    _describe(diagram, "", "accuracy")
-    _describe(histogram, "confidence, the largest probability", "share of\nexamples")
+    describe_axes(diagram, "", "accuracy")
+    describe_axes(histogram, "confidence, the largest probability", "share of\nexamples")
     diagram.legend(**ABOVE)
     figure.suptitle("\n".join(titles), fontsize=FONT_SIZE)
-    return _laid_out(figure)
+    return laid_out(figure)
 
 
 def _calibration(
@@ -381,7 +386,7 @@ def plot_elbo_comparison(posteriors: Sequence[FixedPosterior]) -> Figure:
     left.set_title("ELBo, $\\kappa = 1$", fontsize=FONT_SIZE)
     right.set_title(f"DE ELBo, $\\kappa = D/N$ = {kappa:,.1f}", fontsize=FONT_SIZE)
     figure.legend(handles=left.lines, loc="outside upper center", ncols=2, frameon=False, fontsize=FONT_SIZE)
-    return _laid_out(figure)
+    return laid_out(figure)
 
 
 def _draw_objective(axes: Axes, posteriors: Sequence[FixedPosterior], kappa: float) -> None:
@@ -394,7 +399,7 @@ def _draw_objective(axes: Axes, posteriors: Sequence[FixedPosterior], kappa: flo
         lowest, highest = min(lowest, values[-1]), max(highest, *values)
     axes.set_xscale("log")
     axes.set_ylim(lowest, highest + 0.08 * (highest - lowest))
-    _describe(axes, "common prior variance, $\\lambda = \\tau$", "objective per parameter, $J/D$")
+    describe_axes(axes, "common prior variance, $\\lambda = \\tau$", "objective per parameter, $J/D$")
 
 
 def _float64(number: float) -> torch.Tensor:
@@ -402,111 +407,6 @@ def _float64(number: float) -> torch.Tensor:
 
 
 # ---- Studies --------------------------------------------------------------------------------------------------------
-
-
-def plot_accuracy_over_compute(
-    points: Mapping[str, Sequence[tuple[float, float]]],
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    title: str = "",
-) -> Figure:
-    """What accuracy each method reaches for how much compute.
-
-    Args:
-        points: seconds and accuracy on each training set, by the name of the method; the mean is marked, with a bar
-            from the lowest to the highest accuracy.
-        curves: seconds and accuracy of some of these methods when they are stopped early, without the last training
-            on all the data.
-        title: on which data.
-
-    Example:
-        >>> points = {"grid search": [(50.0, 0.6)], "DE ELBo": [(10.0, 0.5), (12.0, 0.7)]}
-        >>> figure = plot_accuracy_over_compute(points, {"grid search": [(20.0, 0.3), (40.0, 0.6)]})
-        >>> [line.get_label() for line in figure.axes[0].lines]
-        ['grid search', 'grid search, stopped early', 'DE ELBo']
-    """
-    figure = Figure(figsize=(7, 4.2 + 0.22 * len(points)), layout="constrained")
-    axes = figure.subplots()
-    marks = []
-    for position, (name, values) in enumerate(points.items()):
-        style = STYLES[position % len(STYLES)]
-        hollow = {} if position < len(STYLES) else {"markerfacecolor": "white"}
-        seconds, accuracy = np.array(values).T
-        at, mean = seconds.mean(), 100 * accuracy.mean()
-        marks += axes.plot([at], [mean], **(style | {"linestyle": ""}), **hollow, markersize=8, label=name)
-        axes.vlines(at, 100 * accuracy.min(), 100 * accuracy.max(), color=style["color"])
-        if name in curves:
-            x, y = np.array(curves[name]).T
-            axes.plot(x, 100 * y, **(style | {"marker": ""}), label=f"{name}, stopped early")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    _describe(axes, "compute of the whole choice, seconds", "test accuracy, %")
-    what_curves_are = "curves: the best of a search so far, not yet trained again on all the data"
-    figure.suptitle("\n".join(filter(None, [title, what_curves_are])), fontsize=FONT_SIZE)
-    figure.legend(handles=marks, loc="outside lower center", frameon=False, fontsize=FONT_SIZE)
-    return _laid_out(figure)
-
-
-def plot_kappa_sweep(runs: Sequence[tuple[float, float, float]], default: float | None, title: str = "") -> Figure:
-    """Test accuracy (left) and NLL (right) over kappa, the mean and every run.
-
-    Args:
-        runs: kappa, accuracy and NLL of each.
-        default: D/N, to be marked if given.
-        title: on which data.
-
-    Example:
-        >>> figure = plot_kappa_sweep([(1.0, 0.1, 2.3), (100.0, 0.8, 0.5), (100.0, 0.6, 0.7)], default=100.0)
-        >>> figure.axes[0].lines[1].get_ydata().tolist()
-        [10.0, 70.0]
-    """
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    kappas = sorted({kappa for kappa, *_ in runs})
-    for axes, column, scale, label in zip(
-        figure.subplots(1, 2), (1, 2), (100, 1), ("test accuracy, %", "test NLL"), strict=True
-    ):
-        means = [float(np.mean([scale * run[column] for run in runs if run[0] == kappa])) for kappa in kappas]
-        if default is not None:
-            axes.axvline(default, color="0.4", linewidth=1, label="$\\kappa = D/N$")
-        axes.plot(kappas, means, **STYLES[0], label="mean")
-        every = {"linestyle": "", "marker": ".", "color": STYLES[0]["color"], "alpha": 0.5}
-        axes.plot([run[0] for run in runs], [scale * run[column] for run in runs], **every, label="each training set")
-        axes.set_xscale("log")
-        _describe(axes, "weight of the likelihood, $\\kappa$", label)
-    figure.suptitle(title, fontsize=FONT_SIZE)
-    handles = figure.axes[0].lines
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_SIZE)
-    return _laid_out(figure)
-
-
-def plot_by_method(values: Mapping[str, Sequence[float]], label: str, title: str = "") -> Figure:
-    """One row for each method, with a bar at the mean and a dot for each training set.
-
-    Args:
-        values: a number for each training set, by the name of the method.
-        label: what the number is.
-        title: on which data.
-
-    Example:
-        >>> figure = plot_by_method({"MAP": [0.5, 0.7], "DE ELBo": [0.4]}, "test NLL")
-        >>> [float(line.get_xdata()[0]) for line in figure.axes[0].lines[::2]]
-        [0.6, 0.4]
-    """
-    figure = Figure(figsize=(9, 1.6 + 0.32 * len(values)), layout="constrained")
-    axes = figure.subplots()
-    for position, (name, numbers) in enumerate(values.items()):
-        mean, (bar, dot) = sum(numbers) / len(numbers), STYLES[:2]
-        axes.plot([mean], [position], color=bar["color"], marker="|", markersize=18, markeredgewidth=3, label=name)
-        axes.plot(
-            numbers, [position] * len(numbers), **(dot | {"linestyle": "", "marker": "o"}), label=f"{name}, sets"
-        )
-    axes.set_yticks(range(len(values)), list(values))
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    _describe(axes, label, "")
-    explained = "dots: training sets, bars: their mean"
-    figure.suptitle("\n".join(filter(None, [title, explained])), fontsize=FONT_SIZE)
-    return _laid_out(figure)
 
 
 # ---- Files ---------------------------------------------------------------------------------------------------------
@@ -557,7 +457,8 @@ def _numbers_of(axes: Axes) -> dict[str, Any]:
 # ---- Looks ---------------------------------------------------------------------------------------------------------
 
 
-def _describe(axes: Axes, x_label: str, y_label: str) -> None:
+def describe_axes(axes: Axes, x_label: str, y_label: str) -> None:
+    """Label both axes, in the size that all figures have."""
     axes.set_xlabel(x_label, fontsize=FONT_SIZE)
     axes.set_ylabel(y_label, fontsize=FONT_SIZE)
     axes.tick_params(labelsize=FONT_SIZE - 1)
@@ -566,7 +467,7 @@ def _describe(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _laid_out(figure: Figure) -> Figure:
+def laid_out(figure: Figure) -> Figure:
     """Keep the layout: the engine's answer changes with how often it ran, and so would the bytes of a saved file."""
     figure.draw_without_rendering()
     figure.draw_without_rendering()  # as the first pass chose the ticks for axes of another size

@@ -14,27 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from .batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
-from .blocks import Block, Tensors, add_scaled_, blocks_of, inner_product, on_all_cores
 from .config import SIGMA_UPDATES
 from .curvature import Curvature
-from .files import replaced_together
 from .groups import groups_of
-from .hub import Shareable, library_versions
-from .model_card import PosteriorCardData, save_card
-from .modeling import (
-    TASK_OF,
-    auto_class_of,
-    gradients_of,
-    has_adapters,
-    in_eval_mode,
-    parameters_by_name,
-    point_to,
-    source_of,
-    values_of,
-    why_not_loadable,
-)
-from .noise import write_noisy_block
 from .objective import (
     DEELBo,
     default_kappa,
@@ -44,9 +26,53 @@ from .objective import (
     optimal_variance,
     shared_posterior_variance,
 )
-from .posterior_files import PosteriorConfig, read_posterior, write_posterior
-from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
-from .sharding import check_sharding, class_of, is_first_process, is_sharded, reshard, total_by_group
+from .priors import (
+    GaussianPrior,
+    IsotropicPrior,
+    prior_from,
+    wide_dtype,
+)
+from .sharing.cards import PosteriorCardData, save_card
+from .sharing.files import replaced_together
+from .sharing.hub import Shareable, library_versions
+from .sharing.models import (
+    TASK_OF,
+    auto_class_of,
+    source_of,
+    why_not_loadable,
+)
+from .sharing.posterior_files import PosteriorConfig, read_posterior, write_posterior
+from .weights.batch_norm import (
+    Statistics,
+    batch_norm_layers,
+    compute_statistics,
+    with_statistics,
+)
+from .weights.blocks import (
+    Block,
+    Tensors,
+    add_scaled_,
+    blocks_of,
+    inner_product,
+    on_all_cores,
+)
+from .weights.noise import write_noisy_block
+from .weights.parameters import (
+    gradients_of,
+    has_adapters,
+    in_eval_mode,
+    parameters_by_name,
+    point_to,
+    values_of,
+)
+from .weights.shards import (
+    check_sharding,
+    class_of,
+    is_first_process,
+    is_sharded,
+    reshard,
+    total_by_group,
+)
 
 # sigma^2 falls to a quarter at most from one step to the next; up to this sigma, which does no harm, it grows at once
 MOST_FALL, HARMLESS_SIGMA = 4.0, 1e-3

@@ -21,14 +21,31 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from .blocks import Block, Piece, Tensors, blocks_of, on_all_cores, rows_of, squared_distance, subtract, sum_of
-from .files import replaced_together
-from .hub import Shareable, library_versions
-from .model_card import PriorCardData, save_card
-from .modeling import TASK_OF, auto_class_of
 from .objective import gaussian_kl, optimal_variance
-from .prior_files import PriorConfig, read_prior, write_prior
-from .sharding import copy_whole_, gathered, local, shard_like, total, total_by_group
+from .sharing.cards import PriorCardData, save_card
+from .sharing.files import replaced_together
+from .sharing.hub import Shareable, library_versions
+from .sharing.models import TASK_OF, auto_class_of
+from .sharing.prior_files import PriorConfig, read_prior, write_prior
+from .weights.blocks import (
+    Block,
+    Piece,
+    Tensors,
+    blocks_of,
+    on_all_cores,
+    rows_of,
+    squared_distance,
+    subtract,
+    sum_of,
+)
+from .weights.shards import (
+    copy_whole_,
+    gathered,
+    local,
+    shard_like,
+    total,
+    total_by_group,
+)
 
 # Sigma_p^-1 (w - mu_p) of each piece of a block
 PrecisionProduct = Callable[[Block], Iterable[torch.Tensor]]

@@ -26,8 +26,7 @@ from transformers.utils import logging
 
 from .callbacks import examples_of_a_step
 from .config import check_count
-from .files import as_json
-from .results_file import ResultsFile
+from .sharing.files import ResultsFile, as_json
 from .trainer import DEELBoTrainer
 
 logger = logging.get_logger(__name__)

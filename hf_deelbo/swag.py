@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from .blocks import Tensors
-from .files import whole_file
-from .hub import by_first_word
 from .priors import LowRankPrior
+from .sharing.files import whole_file
+from .sharing.hub import by_first_word
+from .weights.blocks import Tensors
 
 
 class SWAGMoments:

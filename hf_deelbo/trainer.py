@@ -14,19 +14,20 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, HubStrategy, has_length
 from transformers.utils import PushInProgress, logging
 
-from .batch_norm import batch_norm_layers
 from .callbacks import PriorVarianceCallback
 from .config import DEELBoConfig, check_count
-from .files import finish_interrupted
 from .fine_tuning import FineTuningTrainer
-from .hub import push_folder
 from .metrics import METRICS
-from .model_card import PosteriorCardData, save_card
-from .modeling import auto_class_of, head_parameter_names, in_eval_mode
 from .objective import DEELBo
 from .posterior import GaussianPosterior
-from .posterior_files import read_state, write_posterior
 from .priors import GaussianPrior
+from .sharing.cards import PosteriorCardData, save_card
+from .sharing.files import finish_interrupted
+from .sharing.hub import push_folder
+from .sharing.models import auto_class_of
+from .sharing.posterior_files import read_state, write_posterior
+from .weights.batch_norm import batch_norm_layers
+from .weights.parameters import head_parameter_names, in_eval_mode
 
 logger = logging.get_logger(__name__)
 

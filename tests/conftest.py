@@ -33,9 +33,9 @@ from transformers import (
 )
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, LowRankPrior
-from hf_deelbo.blocks import blocks_of, on_all_cores
-from hf_deelbo.modeling import head_parameter_names
-from hf_deelbo.noise import write_noisy_block
+from hf_deelbo.weights.blocks import blocks_of, on_all_cores
+from hf_deelbo.weights.noise import write_noisy_block
+from hf_deelbo.weights.parameters import head_parameter_names
 
 # the models are tiny: a second thread only makes them wait for it, long if the machine has other work
 torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from conftest import low_rank_prior, make_dataset, make_model
+from lab.baselines import MAPConfig, MAPTrainer
 from safetensors.torch import save_file
 from transformers import (
     EvalPrediction,
@@ -25,9 +26,8 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior
-from hf_deelbo.baselines import MAPConfig, MAPTrainer
 from hf_deelbo.priors import GaussianPrior
-from hf_deelbo.sharding import local, reshard, whole
+from hf_deelbo.weights.shards import local, reshard, whole
 
 BY_OPTIMIZER = {"init_sigma": 0.05}
 BY_LAYER = {"init_sigma": 0.05, "sigma_update": "closed-form", "grouping": "layer"}

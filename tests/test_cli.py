@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_deelbo import GaussianPosterior, LowRankPrior
 from hf_deelbo.cli import main
-from hf_deelbo.modeling import load_architecture
+from hf_deelbo.sharing.ptyl import load_architecture
 
 REPO = "alice/posterior"
 

@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from hf_deelbo import GaussianPosterior, IsotropicPrior
 from hf_deelbo import posterior as posterior_module
-from hf_deelbo.modeling import backbone_of, head_parameter_names
+from hf_deelbo.weights.parameters import backbone_of, head_parameter_names
 
 
 def make_posterior(kind: str = "vit", **kwargs) -> GaussianPosterior:
@@ -108,7 +108,7 @@ class TestSampled:
     @pytest.mark.usefixtures("two_threads")
     @pytest.mark.parametrize("blocks_before", [0, 1, 3])
     def test_the_mean_comes_back_when_the_noise_fails(self, blocks_before, snapshot, assert_same, monkeypatch):
-        monkeypatch.setattr("hf_deelbo.blocks.BLOCK_SIZE", 500)
+        monkeypatch.setattr("hf_deelbo.weights.blocks.BLOCK_SIZE", 500)
         posterior, calls = make_posterior(), []
         with posterior.sampled(0):
             pass

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_deelbo import IsotropicPrior, LowRankPrior
-from hf_deelbo.blocks import blocks_of
+from hf_deelbo.weights.blocks import blocks_of
 
 SHAPES = {"conv.weight": (4, 2, 3), "conv.bias": (4,), "scale": ()}
 SIGMA = torch.tensor(0.2, dtype=torch.float64)
@@ -160,7 +160,7 @@ class TestLowRankAccuracy:
     @pytest.mark.parametrize(("size", "rank"), [(5, 7), (40, 2), (300, 20), (900, 13), (2000, 5)])
     @pytest.mark.parametrize("block_size", [64, 2**18])
     def test_as_the_dense_gaussian(self, size, rank, block_size, monkeypatch):
-        monkeypatch.setattr("hf_deelbo.blocks.BLOCK_SIZE", block_size)
+        monkeypatch.setattr("hf_deelbo.weights.blocks.BLOCK_SIZE", block_size)
         generator = torch.Generator().manual_seed(size)
         mean, w = torch.randn(2, size, generator=generator, dtype=torch.float64)
         q = torch.randn(rank, size, generator=generator, dtype=torch.float64)

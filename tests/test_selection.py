@@ -9,7 +9,12 @@ import torch
 from conftest import make_dataset, make_model
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
-from hf_deelbo.selection import elbo_objective, halving_runs, halving_steps, select
+from hf_deelbo.selection import (
+    elbo_objective,
+    halving_runs,
+    halving_steps,
+    select,
+)
 
 RATES = [0.1, 0.01, 0.001, 0.0001]
 

@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_deelbo import DEELBoTrainer
 from hf_deelbo.callbacks import SWAG_FILE, SWAGCallback
-from hf_deelbo.modeling import head_parameter_names
 from hf_deelbo.swag import SWAGMoments
+from hf_deelbo.weights.parameters import head_parameter_names
 
 SHAPES = {"conv.weight": (4, 2, 3), "conv.bias": (4,), "scale": ()}
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from lab.data import collate_images
 from transformers import (
     AutoModelForImageClassification,
     BertConfig,
@@ -13,8 +14,6 @@ from transformers import (
     ResNetForImageClassification,
     TimmWrapperConfig,
 )
-
-from hf_deelbo.data import collate_images
 
 NUM_LABELS = 10
 

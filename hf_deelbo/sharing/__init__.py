@@ -1,0 +1,1 @@
+"""Saving, loading, pushing, and the cards that tell of it."""

@@ -1,0 +1,404 @@
+"""A posterior as files.
+
+| file                                            | holds                                                             |
+|-------------------------------------------------|-------------------------------------------------------------------|
+| `config.json`, `model.safetensors`, a processor | the posterior mean, an ordinary transformers repository           |
+| `posterior_config.json`                         | `PosteriorConfig`: what was learned, and the hashes of the files  |
+| `posterior.safetensors`                         | rho, the prior's tensors, batch-norm statistics of weight samples |
+
+Of a model with adapters, what peft saves stands in place of the mean (`adapter_config.json`,
+`adapter_model.safetensors`), and the base model is loaded from where it came from.
+
+Since format 2 the weights may have several sigmas and prior variances, by group; in files of format 1 there is one
+sigma, which the optimiser learned.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import SIGMA_UPDATES
+from ..groups import GROUPINGS
+from ..objective import DEELBo
+from ..priors import prior_from
+from ..weights.batch_norm import Statistics, batch_norm_layers
+from ..weights.blocks import Tensors
+from ..weights.parameters import backbone_of, base_of, has_adapters
+from ..weights.shards import is_first_process, whole
+from .cards import CARD_FILE
+from .files import as_json
+from .hub import (
+    InvalidFilesError,
+    SavedConfig,
+    by_first_word,
+    hashes_of,
+    library_versions,
+    load_tensors,
+    public_name,
+    save_tensors,
+)
+from .models import (
+    auto_class_of,
+    frozen_weights,
+    import_peft,
+    load_adapters,
+    load_base,
+    load_loose_tensors,
+    load_mean,
+    loose_tensors,
+    source_of,
+)
+
+if TYPE_CHECKING:
+    from ..posterior import GaussianPosterior
+
+
+@strict
+@dataclass(kw_only=True)
+class PosteriorConfig(SavedConfig):
+    """What `posterior_config.json` says of a posterior; its numbers are checked against the tensors when it is loaded.
+
+    Attributes:
+        auto_class: the transformers class that loads the mean; `None` for a model that is not a transformers one.
+        head_names: the parameters that form the head.
+        frozen_names: the parameters that q does not cover.
+        prior: its kind, and `eps` if it is of low rank.
+        kappa, num_examples, num_parameters: kappa and N (`None` if not known), and D.
+        lambda_, tau, sigma: what was learned, over all weights.
+        grouping, sigma_update: as in `DEELBoConfig`.
+        groups: each with its `name`, whether it is `in_head`, `num_parameters`, `sigma` and `prior_variance`.
+        sample_seeds: weight samples whose batch-norm statistics are saved.
+        de_elbo: J and its parts, if they were measured.
+        base_model, base_model_revision: what was fine-tuned, if it is on the Hub.
+        base: where only adapters are saved, the `config` of their base model and the `sha256` of its weights.
+    """
+
+    CONFIG_FILE = "posterior_config.json"
+    TENSORS_FILE = "posterior.safetensors"
+    WHAT = "posterior"
+
+    auto_class: str | None
+    head_names: list[str]
+    frozen_names: list[str]
+    prior: dict[str, Any]
+    kappa: float | None
+    num_examples: int | None
+    num_parameters: int
+    lambda_: float
+    tau: float
+    sigma: float
+    sample_seeds: list[int]
+    de_elbo: dict[str, float | int | None] | None
+    base_model: str | None
+    base_model_revision: str | None
+    grouping: str = "all"
+    sigma_update: str = "optimizer"
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    base: dict[str, Any] | None = None
+
+    def validate_numbers(self) -> None:
+        """Positive and finite, where they must be."""
+        for name in ("kappa", "lambda_", "tau", "sigma", "num_parameters", "num_examples"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}: must be a positive number, got {value}.")
+
+    def validate_settings(self) -> None:
+        """Those that this version knows."""
+        for name, known in (("grouping", GROUPINGS), ("sigma_update", SIGMA_UPDATES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: unknown value {getattr(self, name)!r}; known are {', '.join(known)}.")
+        if not isinstance(self.prior.get("scales", {}), dict):
+            raise ValueError(f"prior: its scales must be numbers by name, got {self.prior['scales']!r}.")
+
+    def validate_groups(self) -> None:
+        """Rows of `GaussianPosterior.group_table`; format 1 has none."""
+        if self.format_version > 1 and not self.groups:
+            raise ValueError("groups: there are none.")
+        for row in self.groups:
+            if row.keys() != _GROUP.keys():
+                raise ValueError(f"groups: each must have {', '.join(_GROUP)}, got {', '.join(row)}.")
+            for name, kind in _GROUP.items():
+                value = row[name]
+                is_good = type(value) is kind and (kind in (str, bool) or (math.isfinite(value) and value > 0))
+                if not is_good:
+                    raise ValueError(f"groups: {name} must be a {_KINDS[kind]}, got {value!r}.")
+
+    def validate_base(self) -> None:
+        """Its two parts."""
+        if self.base is not None:
+            kinds = {name: type(value) for name, value in self.base.items()}
+            if kinds != {"config": dict, "sha256": str}:
+                raise ValueError(f"base: must have a config and a sha256, got {', '.join(kinds)}.")
+
+
+# what a row of `groups` holds
+_GROUP = {"name": str, "in_head": bool, "num_parameters": int, "sigma": float, "prior_variance": float}
+_KINDS = {str: "text", bool: "truth value", int: "positive whole number", float: "positive number"}
+
+
+def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -> None:
+    """Write `posterior.safetensors` and `posterior_config.json` into a folder that holds the model's own files."""
+    posterior.update_prior_variances()
+    numbers = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
+    if posterior.de_elbo is not None:
+        numbers |= {name: getattr(posterior.de_elbo, name) for name in _MEASURED}
+    scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items() if value is not None}
+    statistics = {
+        f"batch_norm.{seed}.{layer}.{part}": tensor
+        for seed, layers in posterior.sample_statistics.items()
+        for layer, moments in layers.items()
+        for part, tensor in zip(("mean", "variance"), moments, strict=True)
+    }
+    model, auto_class = posterior.model, auto_class_of(posterior.model)
+    only_adapters = auto_class is not None and has_adapters(model)
+    loose = {f"model.{name}": tensor.clone() for name, tensor in loose_tensors(model).items()} if only_adapters else {}
+    own = posterior.state_dict() | scalars | statistics | loose
+    tensors = {name: whole(tensor) for name, tensor in own.items()}
+    if not is_first_process(posterior.parameters()):
+        return
+    save_tensors(tensors, Path(folder) / PosteriorConfig.TENSORS_FILE)
+    if only_adapters:
+        (Path(folder) / CARD_FILE).unlink(missing_ok=True)  # peft's, which would take the place of ours
+
+    source, revision = source_of(model)
+    base_model = public_name(source)
+    PosteriorConfig(
+        sha256=hashes_of(folder),
+        library_versions=library_versions(*(["peft"] if only_adapters else [])),
+        auto_class=auto_class and auto_class.__name__,
+        head_names=sorted(posterior.head),
+        frozen_names=[name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        prior=posterior.prior.config,
+        kappa=posterior.kappa,
+        num_examples=posterior.num_examples,
+        num_parameters=posterior.num_parameters,
+        lambda_=float(posterior.lambda_),
+        tau=float(posterior.tau),
+        sigma=float(posterior.sigma),
+        sample_seeds=sorted(posterior.sample_statistics),
+        de_elbo=posterior.de_elbo and as_json(posterior.de_elbo.to_dict()),
+        base_model=base_model,
+        base_model_revision=base_model and revision,
+        grouping=posterior.grouping,
+        sigma_update=posterior.sigma_update,
+        groups=posterior.group_table(),
+        base=_description_of_base(model) if only_adapters else None,
+    ).save(folder)
+
+
+def read_posterior(
+    folder: str | os.PathLike,
+    posterior_class: type["GaussianPosterior"],
+    trust_remote_code: bool = False,
+    base_model: str | os.PathLike | None = None,
+    hub_options: Mapping[str, Any] | None = None,
+) -> "GaussianPosterior":
+    """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files.
+
+    Args:
+        folder: where it was saved.
+        posterior_class: `GaussianPosterior`.
+        trust_remote_code: as for `from_pretrained`.
+        base_model: where the base model of adapters is, if not where they say.
+        hub_options: of `from_pretrained`, to load that.
+    """
+    config = PosteriorConfig.load(folder)
+    config.check_files(folder)
+    tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm", "model"))
+    base = None if config.base is None else _load_base(folder, config, base_model, hub_options or {})
+    try:
+        if base is None:
+            model = load_mean(folder, config.auto_class, trust_remote_code)
+        else:
+            with _all_errors_as_value_errors():
+                model = load_adapters(base, folder)
+        parameters = dict(model.named_parameters())
+        for name in config.frozen_names:
+            parameters[name].requires_grad_(False)
+        if base is not None:
+            load_loose_tensors(model, tensors["model"])
+            _check_base(model, config.base["sha256"])
+        posterior = _assemble(posterior_class, model, config, tensors)
+        _check_agreement(posterior, config)
+    except (ValueError, KeyError, RuntimeError, OSError) as error:
+        raise _misfit(folder, error) from error
+    return posterior
+
+
+def _load_base(
+    folder: str | os.PathLike,
+    config: PosteriorConfig,
+    name: str | os.PathLike | None,
+    hub_options: Mapping[str, Any],
+) -> PreTrainedModel:
+    """The base model of adapters, from `name` or from where they say that it is."""
+    peft = import_peft()
+    try:
+        with _all_errors_as_value_errors():
+            stated = peft.PeftConfig.from_pretrained(os.fspath(folder)).base_model_name_or_path
+            name = os.fspath(name or stated)
+            revision = config.base_model_revision if name == config.base_model else None
+            return load_base(name, config.auto_class, config.base["config"], revision=revision, **hub_options)
+    except OSError as error:
+        raise OSError(
+            f"{os.fspath(folder)}: these are adapters, and their base model {name!r} cannot be loaded "
+            f"({str(error).splitlines()[0]}). Check the connection, or say where it is: "
+            "`GaussianPosterior.from_pretrained(..., base_model=...)`."
+        ) from error
+    except ValueError as error:
+        raise _misfit(folder, error) from error
+
+
+def _check_base(model: nn.Module, sha256: str) -> None:
+    if hash_of(frozen_weights(model)) != sha256:
+        raise ValueError(
+            f"the base model {source_of(model)[0]!r} has other weights than the one that the adapters were trained "
+            "on; say where that is: `GaussianPosterior.from_pretrained(..., base_model=...)`"
+        )
+
+
+@contextmanager
+def _all_errors_as_value_errors() -> Iterator[None]:
+    """Transformers and peft do not check all that they read, and stumble over wrong values in many ways."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _description_of_base(model: nn.Module) -> dict[str, Any]:
+    """`PosteriorConfig.base` of a model with adapters."""
+    config = json.loads(base_of(model).config.to_json_string())
+    return {"config": as_json(config), "sha256": hash_of(frozen_weights(model))}
+
+
+def hash_of(tensors: Tensors) -> str:
+    """The SHA-256 of tensors by name: of their values to the bit, types and shapes.
+
+    Example:
+        >>> hash_of({"w": torch.ones(2)}) == hash_of({"w": torch.tensor([1.0, 1.0000001])})
+        False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _misfit(folder: str | os.PathLike, error: Exception) -> InvalidFilesError:
+    reason = f"{error.args[0]!r} is missing or unknown" if isinstance(error, KeyError) else str(error)
+    return InvalidFilesError(
+        f"{os.fspath(folder)}: the files of the posterior do not fit each other ({reason}). Download or save it again."
+    )
+
+
+def read_state(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """`GaussianPosterior.state_dict` as it was when it was saved into a local folder."""
+    config = PosteriorConfig.load(folder)
+    config.check_files(folder)
+    tensors = load_tensors(Path(folder) / config.TENSORS_FILE)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("prior.") or name in _LEARNED}
+
+
+# scalar tensors: the posterior's state, and the parts of J that do not follow from it
+_LEARNED = ("rho", "lambda_", "tau", "curvature")
+_MEASURED = ("nll", "nll_standard_error")
+
+
+def _assemble(
+    posterior_class: type["GaussianPosterior"],
+    model: nn.Module,
+    config: PosteriorConfig,
+    tensors: Mapping[str, Tensors],
+) -> "GaussianPosterior":
+    backbone, scalars = backbone_of(model, config.head_names), tensors[""]
+    posterior = posterior_class(
+        model,
+        config.head_names,
+        prior_from(config.prior, tensors["prior"], backbone),
+        grouping=config.grouping,
+        sigma_update=config.sigma_update,
+        init_sigma=config.sigma,
+        kappa=scalars["kappa"].item() if "kappa" in scalars else "auto",
+        num_examples=int(scalars["num_examples"]) if "num_examples" in scalars else None,
+    )
+    prior = {f"prior.{name}": tensor for name, tensor in tensors["prior"].items()}
+    posterior.load_state_dict({name: scalars[name] for name in _LEARNED if name in scalars} | prior)
+    posterior.update_prior_variances()
+    posterior.sample_statistics = _statistics_of(model, tensors["batch_norm"])
+    if _MEASURED[0] in scalars:
+        posterior.de_elbo = DEELBo(
+            kl_backbone=float(posterior.kl.backbone),
+            kl_head=float(posterior.kl.head),
+            kappa=posterior.kappa,
+            num_examples=posterior.num_examples,
+            **{name: scalars[name].item() for name in _MEASURED},
+        )
+    return posterior
+
+
+def _statistics_of(model: nn.Module, tensors: Tensors) -> dict[int, Statistics]:
+    """By seed, from tensors named `<seed>.<layer>.mean` and `<seed>.<layer>.variance`."""
+    layers = batch_norm_layers(model)
+    statistics = {}
+    for seed in sorted({int(name.partition(".")[0]) for name in tensors}):
+        statistics[seed] = {}
+        for layer, module in layers.items():
+            moments = tuple(tensors[f"{seed}.{layer}.{part}"] for part in ("mean", "variance"))
+            if any(tensor.shape != module.running_mean.shape for tensor in moments):
+                raise ValueError(f"the batch-norm statistics of {layer!r} have another size than the layer")
+            statistics[seed][layer] = moments
+    return statistics
+
+
+def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) -> None:
+    """The numbers that people read must be those of the tensors."""
+    pairs = [
+        ("lambda_", config.lambda_, posterior.lambda_),
+        ("tau", config.tau, posterior.tau),
+        ("sigma", config.sigma, posterior.sigma),
+        ("num_parameters", config.num_parameters, posterior.num_parameters),
+        ("kappa", config.kappa, posterior.kappa),
+        ("num_examples", config.num_examples, posterior.num_examples),
+    ]
+    measured = {} if posterior.de_elbo is None else as_json(posterior.de_elbo.to_dict())
+    stated = config.de_elbo or {}
+    pairs += [(f"de_elbo's {name}", stated.get(name), measured.get(name)) for name in stated.keys() | measured.keys()]
+    for name, stated_value, value in pairs:
+        if stated_value is None or value is None:
+            agree = stated_value is value
+        else:
+            agree = math.isclose(stated_value, value, rel_tol=1e-6)
+        if not agree:
+            raise ValueError(f"{name} is stated as {stated_value}, but is {value and float(value)}")
+    if config.groups:
+        _check_groups(config.groups, posterior.group_table())
+    saved = sorted(posterior.sample_statistics)
+    if config.sample_seeds != saved:
+        raise ValueError(f"sample_seeds: {config.sample_seeds} are stated, {saved} are saved")
+
+
+def _check_groups(stated: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """The same names and numbers, in the same order."""
+    if len(stated) != len(groups):
+        raise ValueError(f"groups: {len(stated)} are stated, but there are {len(groups)}")
+    for row, group in zip(stated, groups, strict=True):
+        for name, value in group.items():
+            agree = math.isclose(row[name], value, rel_tol=1e-6) if isinstance(value, float) else row[name] == value
+            if not agree:
+                raise ValueError(f"groups: {name} of {group['name']!r} is stated as {row[name]}, but is {value}")

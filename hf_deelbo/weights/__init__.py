@@ -1,0 +1,1 @@
+"""How millions of named numbers are walked: in blocks, with noise, over shards, with batch-norm statistics."""
