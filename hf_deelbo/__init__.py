@@ -3,8 +3,9 @@
 from .callbacks import PriorVarianceCallback, SWAGCallback
 from .config import DEELBoConfig
 from .objective import DEELBo
-from .posterior import GaussianPosterior
-from .priors import GaussianPrior, IsotropicPrior, LowRankPrior
+from .priors import GaussianPrior, IsotropicPrior
+from .sharing.posteriors import GaussianPosterior
+from .sharing.priors import LowRankPrior
 from .trainer import DEELBoTrainer
 
 __version__ = "0.1.0"

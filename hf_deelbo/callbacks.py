@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -16,13 +16,11 @@ from transformers.utils import logging
 
 from .groups import table_lines
 from .objective import kl_annealing, sigma_growth
-from .priors import LowRankPrior, checksum
+from .priors import checksum
+from .sharing.priors import LowRankPrior
 from .swag import SWAGMoments
 from .weights.batch_norm import batch_norm_layers, compute_statistics
 from .weights.parameters import backbone_of, head_parameter_names
-
-if TYPE_CHECKING:
-    from .trainer import DEELBoTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +40,7 @@ class PriorVarianceCallback(TrainerCallback):
         trainer: whose posterior to update.
     """
 
-    def __init__(self, trainer: "DEELBoTrainer"):
+    def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self._nlls: list[torch.Tensor] = []
 

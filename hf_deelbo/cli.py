@@ -15,8 +15,6 @@ from transformers.utils import logging
 
 from .groups import table_lines
 from .plots import plot_groups, save_figure
-from .posterior import GaussianPosterior
-from .priors import LowRankPrior
 from .sharing.cards import (
     SIGMA_UPDATES_IN_WORDS,
     has_several_sigmas,
@@ -31,7 +29,9 @@ from .sharing.hub import (
 )
 from .sharing.models import AUTO_CLASSES, TASK_OF, auto_class_of
 from .sharing.posterior_files import PosteriorConfig
+from .sharing.posteriors import GaussianPosterior
 from .sharing.prior_files import PriorConfig
+from .sharing.priors import LowRankPrior
 from .sharing.ptyl import load_architecture, load_ptyl
 from .weights.batch_norm import batch_norm_layers
 

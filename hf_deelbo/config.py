@@ -7,13 +7,12 @@ from typing import Any, ClassVar, Self
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from .groups import GROUPINGS
+from .groups import GROUPINGS, SIGMA_UPDATES
 
 logger = logging.get_logger(__name__)
 
 PRIORS = ("l2-zero", "l2-sp", "ptyl", "posterior")
 SAVED_PRIORS = ("ptyl", "posterior")
-SIGMA_UPDATES = ("closed-form", "optimizer")
 # what to do instead of letting accelerate or DeepSpeed shard the model when training starts
 SHARD_AT_LOADING = (
     "Run several processes with DDP or, where the weights do not fit on one device, let transformers shard the model "

@@ -24,16 +24,11 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, logging
 
-from .config import SAVED_PRIORS, SHARD_AT_LOADING, FineTuningConfig
+from .config import SHARD_AT_LOADING, FineTuningConfig
 from .data import class_balanced_indices, column_of_labels
-from .posterior import GaussianPosterior
-from .priors import (
-    GaussianPrior,
-    IsotropicPrior,
-    LowRankPrior,
-    prior_from,
-)
+from .priors import GaussianPrior
 from .sharing.files import CHECKPOINT_IN_WORK, put_in_place, remove_at_once
+from .sharing.priors import load_prior
 from .weights.parameters import backbone_of
 from .weights.shards import is_sharded
 
@@ -86,30 +81,10 @@ class FineTuningTrainer(Trainer):
     def _make_prior(self, head_names: list[str]) -> GaussianPrior:
         if self._given_prior is not None:
             return self._given_prior
+        args = self.args
+        hub_options = {"revision": args.prior_revision, "token": args.hub_token}
         backbone = backbone_of(self.model, head_names)
-        if self.args.prior in SAVED_PRIORS:
-            return self._load_prior(backbone)
-        return IsotropicPrior.l2_zero(backbone) if self.args.prior == "l2-zero" else IsotropicPrior.l2_sp(backbone)
-
-    def _load_prior(self, backbone: dict[str, torch.Tensor]) -> GaussianPrior:
-        name = self.args.prior_name_or_path
-        if name is None:
-            raise ValueError(
-                'prior: "ptyl" needs the prior itself. Set `prior_name_or_path` to where it was saved, or pass '
-                "`prior=LowRankPrior(...)` to the trainer."
-            )
-        options = {"revision": self.args.prior_revision, "token": self.args.hub_token}
-        if self.args.prior == "ptyl":
-            saved = LowRankPrior.from_pretrained(name, **options)
-        else:
-            saved = GaussianPosterior.from_pretrained(name, **options).as_prior()
-        saved.check_matches(backbone)
-        device = next(iter(backbone.values())).device
-        state = {name: tensor.to(device) for name, tensor in saved.state_dict().items()}
-        prior = prior_from(saved.config, state, backbone)
-        if prior.mahalanobis(backbone) > 0:
-            logger.warning(f"The model does not start at the prior's mean; load it from {name!r}, as the prior is.")
-        return prior
+        return load_prior(args.prior, backbone, args.prior_name_or_path, **hub_options)
 
     def _num_train_examples(self) -> int | None:
         if self.args.num_train_examples is not None or self.train_dataset is None:

@@ -1,4 +1,4 @@
-"""Which parameters share a sigma and a prior variance."""
+"""Which parameters share a sigma and a prior variance, and how sigma may be learned."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 GROUPINGS = ("all", "part", "layer", "tensor")
+SIGMA_UPDATES = ("closed-form", "optimizer")
 MOST_LINES = 30
 
 

@@ -27,9 +27,9 @@ from .objective import (
     gaussian_kl,
     optimal_variance,
 )
-from .posterior import GaussianPosterior
 from .priors import GaussianPrior
 from .sharing.files import as_json, write_whole
+from .sharing.posteriors import GaussianPosterior
 from .weights.blocks import Tensors
 
 # The colours of Okabe and Ito, which the colour-blind tell apart; dashes and markers do the same for print in grey

@@ -4,29 +4,21 @@
 |---------|------------------|----------------------------------------|-------------------------|
 | L2-zero | 0                | I                                      | `IsotropicPrior.l2_zero`|
 | L2-SP   | pretrained value | I                                      | `IsotropicPrior.l2_sp`  |
-| PTYL    | pretrained value | S_diag/2 + eps I + Q Q^T / (2K - 2)    | `LowRankPrior`          |
+| PTYL    | pretrained value | S_diag/2 + eps I + Q Q^T / (2K - 2)    | `LowRankGaussian`          |
 
 No D x D matrix is ever formed. Sums over D terms are taken pairwise within a block of them, over the blocks in
 float64, and over the processes if the parameters are sharded.
 """
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from .objective import gaussian_kl, optimal_variance
-from .sharing.cards import PriorCardData, save_card
-from .sharing.files import replaced_together
-from .sharing.hub import Shareable, library_versions
-from .sharing.models import TASK_OF, auto_class_of
-from .sharing.prior_files import PriorConfig, read_prior, write_prior
 from .weights.blocks import (
     Block,
     Piece,
@@ -259,7 +251,7 @@ class IsotropicPrior(GaussianPrior):
         return {f"mean.{name}": tensor for name, tensor in (self.mean or {}).items()}
 
 
-class LowRankPrior(GaussianPrior, Shareable):
+class LowRankGaussian(GaussianPrior):
     """N(mu, v Sigma_p), Sigma_p = A + U U^T with A = S_diag/2 + eps I and U = Q / sqrt(2K - 2): PTYL's prior.
 
     With the K x K matrix M = I + U^T A^-1 U (Woodbury, matrix determinant lemma):
@@ -282,12 +274,10 @@ class LowRankPrior(GaussianPrior, Shareable):
 
     Example:
         >>> w = {"w": torch.zeros(3)}
-        >>> prior = LowRankPrior(mean=w, diagonal={"w": torch.ones(3)}, deviations={"w": torch.eye(3)[:2]}, eps=0.5)
+        >>> prior = LowRankGaussian(mean=w, diagonal={"w": torch.ones(3)}, deviations={"w": torch.eye(3)[:2]}, eps=0.5)
         >>> round(prior.log_det.item(), 12)  # Sigma_p = diag(1.5, 1.5, 1)
         0.810930216216
     """
-
-    config_class = PriorConfig
 
     def __init__(self, mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: float = 0.1):
         self.rank = _check_low_rank(mean, diagonal, deviations, eps)
@@ -371,50 +361,6 @@ class LowRankPrior(GaussianPrior, Shareable):
         super().load_state_dict(state)
         self.__init__(self.mean, self.diagonal, self.deviations, self.eps)
 
-    def save_pretrained(
-        self, folder: str | os.PathLike, model: PreTrainedModel | None = None, processing_class: Any = None
-    ) -> None:
-        """Save it as `prior.safetensors` and `prior_config.json`; see `prior_files`.
-
-        A crash or a full disk leaves what was in the folder before.
-
-        Args:
-            folder: where; made if need be. Other files there are kept.
-            model: saved beside it: the network at the prior's mean, which a target task starts from.
-            processing_class: the model's image processor or tokenizer.
-        """
-        with replaced_together(folder) as new:
-            for part in (model, processing_class):
-                if part is not None:
-                    part.save_pretrained(new)
-            write_prior(self, new)
-
-    @classmethod
-    def _read(cls, folder: Path) -> Self:
-        return read_prior(folder, cls)
-
-    def _write_card(
-        self,
-        folder: str | os.PathLike,
-        repo_id: str | None,
-        model: PreTrainedModel | None = None,
-        processing_class: Any = None,
-    ) -> None:
-        """Of a prior with its model; `examples/run_swag.py` writes one that also tells of the source task."""
-        if model is None or auto_class_of(model) is None:
-            return
-        data = PriorCardData(
-            task=TASK_OF[auto_class_of(model)],
-            base_model=model.config.name_or_path or None,
-            num_classes=model.config.num_labels,
-            num_parameters=self.num_parameters,
-            rank=self.rank,
-            eps=self.eps,
-            versions=library_versions(),
-            repo_id=repo_id,
-        )
-        save_card(folder, data)
-
     def _coefficients(self, w: Tensors) -> torch.Tensor:
         """c; a training step asks for the distance (lambda*) and then for the gradient at the same w, and finds it."""
         checksums = on_all_cores(lambda block: checksum(block.of(w)), self.blocks)
@@ -495,7 +441,7 @@ def prior_from(config: Mapping[str, Any], state: Tensors, parameters: Tensors) -
         eps = config.get("eps")
         if not isinstance(eps, float):
             raise ValueError(f"prior: its eps must be a number, got {eps!r}.")
-        prior = LowRankPrior(part("mean"), part("diagonal"), part("deviations", dim=1), eps)
+        prior = LowRankGaussian(part("mean"), part("diagonal"), part("deviations", dim=1), eps)
     else:
         raise ValueError(f"prior: unknown kind {kind!r}; known are l2-zero, l2-sp and ptyl.")
     if unknown := sorted(state.keys() - prior.state_dict().keys()):

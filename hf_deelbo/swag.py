@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from .priors import LowRankPrior
 from .sharing.files import whole_file
 from .sharing.hub import by_first_word
+from .sharing.priors import LowRankPrior
 from .weights.blocks import Tensors
 
 

@@ -19,13 +19,13 @@ from .config import DEELBoConfig, check_count
 from .fine_tuning import FineTuningTrainer
 from .metrics import METRICS
 from .objective import DEELBo
-from .posterior import GaussianPosterior
 from .priors import GaussianPrior
 from .sharing.cards import PosteriorCardData, save_card
 from .sharing.files import finish_interrupted
 from .sharing.hub import push_folder
 from .sharing.models import auto_class_of
 from .sharing.posterior_files import read_state, write_posterior
+from .sharing.posteriors import GaussianPosterior
 from .weights.batch_norm import batch_norm_layers
 from .weights.parameters import head_parameter_names, in_eval_mode
 

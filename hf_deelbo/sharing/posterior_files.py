@@ -21,16 +21,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import SIGMA_UPDATES
-from ..groups import GROUPINGS
+from ..groups import GROUPINGS, SIGMA_UPDATES
 from ..objective import DEELBo
+from ..posterior import Posterior
 from ..priors import prior_from
 from ..weights.batch_norm import Statistics, batch_norm_layers
 from ..weights.blocks import Tensors
@@ -59,9 +59,6 @@ from .models import (
     loose_tensors,
     source_of,
 )
-
-if TYPE_CHECKING:
-    from ..posterior import GaussianPosterior
 
 
 @strict
@@ -148,7 +145,7 @@ _GROUP = {"name": str, "in_head": bool, "num_parameters": int, "sigma": float, "
 _KINDS = {str: "text", bool: "truth value", int: "positive whole number", float: "positive number"}
 
 
-def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -> None:
+def write_posterior(posterior: Posterior, folder: str | os.PathLike) -> None:
     """Write `posterior.safetensors` and `posterior_config.json` into a folder that holds the model's own files."""
     posterior.update_prior_variances()
     numbers = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
@@ -200,11 +197,11 @@ def write_posterior(posterior: "GaussianPosterior", folder: str | os.PathLike) -
 
 def read_posterior(
     folder: str | os.PathLike,
-    posterior_class: type["GaussianPosterior"],
+    posterior_class: type[Posterior],
     trust_remote_code: bool = False,
     base_model: str | os.PathLike | None = None,
     hub_options: Mapping[str, Any] | None = None,
-) -> "GaussianPosterior":
+) -> Posterior:
     """The posterior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files.
 
     Args:
@@ -321,11 +318,11 @@ _MEASURED = ("nll", "nll_standard_error")
 
 
 def _assemble(
-    posterior_class: type["GaussianPosterior"],
+    posterior_class: type[Posterior],
     model: nn.Module,
     config: PosteriorConfig,
     tensors: Mapping[str, Tensors],
-) -> "GaussianPosterior":
+) -> Posterior:
     backbone, scalars = backbone_of(model, config.head_names), tensors[""]
     posterior = posterior_class(
         model,
@@ -366,7 +363,7 @@ def _statistics_of(model: nn.Module, tensors: Tensors) -> dict[int, Statistics]:
     return statistics
 
 
-def _check_agreement(posterior: "GaussianPosterior", config: PosteriorConfig) -> None:
+def _check_agreement(posterior: Posterior, config: PosteriorConfig) -> None:
     """The numbers that people read must be those of the tensors."""
     pairs = [
         ("lambda_", config.lambda_, posterior.lambda_),

@@ -10,10 +10,10 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub.dataclasses import strict
 
+from ..priors import LowRankGaussian
 from .hub import (
     InvalidFilesError,
     SavedConfig,
@@ -22,9 +22,6 @@ from .hub import (
     load_tensors,
     save_tensors,
 )
-
-if TYPE_CHECKING:
-    from ..priors import LowRankPrior
 
 
 @strict
@@ -60,7 +57,7 @@ class PriorConfig(SavedConfig):
                 raise ValueError(f"{name}: must be a finite number, got {getattr(self, name)}.")
 
 
-def write_prior(prior: "LowRankPrior", folder: str | os.PathLike) -> None:
+def write_prior(prior: LowRankGaussian, folder: str | os.PathLike) -> None:
     """Write `prior.safetensors` and `prior_config.json` into a folder."""
     save_tensors(prior.state_dict(), Path(folder) / PriorConfig.TENSORS_FILE)
     PriorConfig(
@@ -74,7 +71,7 @@ def write_prior(prior: "LowRankPrior", folder: str | os.PathLike) -> None:
     ).save(folder)
 
 
-def read_prior(folder: str | os.PathLike, prior_class: type["LowRankPrior"]) -> "LowRankPrior":
+def read_prior(folder: str | os.PathLike, prior_class: type[LowRankGaussian]) -> LowRankGaussian:
     """The prior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files."""
     config = PriorConfig.load(folder)
     config.check_files(folder)

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForImageClassification, PreTrainedModel, TimmWrapperConfig
 from transformers.utils import logging
 
-from ..priors import LowRankPrior
 from ..weights.parameters import head_parameter_names
+from .priors import LowRankPrior
 
 logger = logging.get_logger(__name__)
 
