@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from .curvature import Curvature
 from .groups import SIGMA_UPDATES, groups_of
 from .objective import (
+    Curvature,
     DEELBo,
     default_kappa,
     gaussian_kl,
@@ -21,41 +21,23 @@ from .objective import (
     optimal_variance,
     shared_posterior_variance,
 )
-from .priors import (
-    GaussianPrior,
-    IsotropicPrior,
-    prior_from,
-    wide_dtype,
-)
-from .weights.batch_norm import (
-    Statistics,
-    batch_norm_layers,
-    compute_statistics,
-    with_statistics,
-)
+from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
+from .weights.batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .weights.blocks import (
     Block,
     Tensors,
     add_scaled_,
     blocks_of,
-    inner_product,
-    on_all_cores,
-)
-from .weights.noise import write_noisy_block
-from .weights.parameters import (
+    draw_sample,
     gradients_of,
-    in_eval_mode,
+    on_all_cores,
     parameters_by_name,
     point_to,
+    total,
     values_of,
 )
-from .weights.shards import (
-    check_sharding,
-    class_of,
-    is_sharded,
-    reshard,
-    total_by_group,
-)
+from .weights.parameters import in_eval_mode
+from .weights.shards import check_sharding, class_of, is_sharded, reshard
 
 # sigma^2 falls to a quarter at most from one step to the next; up to this sigma, which does no harm, it grows at once
 MOST_FALL, HARMLESS_SIGMA = 4.0, 1e-3
@@ -153,20 +135,20 @@ class Posterior:
         self.curvature = Curvature(like=self.rho) if sigma_update == "closed-form" else None
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
-        self._room: dict[str, torch.Tensor] = {}
-        self._sampled_parameters: dict[str, nn.Parameter] = {}
-        self._means: Tensors = {}
-        self._sample: Tensors = {}
-        self._last_drawn: tuple[tuple[int, ...], bool] | None = None
-        self._last_found: dict[str, nn.Parameter] = {}
         self.is_sampled = False
+        self._sampled: dict[str, nn.Parameter] = {}  # the parameters that hold the sample
+        self._means: Tensors = {}  # while they do
+        self._sample: Tensors = {}
+        self._room: dict[str, torch.Tensor] = {}  # a second set of weights
+        self._last_drawn: tuple[tuple[int, ...], bool] | None = None
+        self._describe_groups()
         self.update_prior_variances()
 
     # ---- What it is ------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
-        return values_of(self._parameters_now())
+        return values_of(self._find_parameters())
 
     @property
     def backbone(self) -> dict[str, torch.Tensor]:
@@ -182,7 +164,7 @@ class Posterior:
     def sigma(self) -> torch.Tensor:
         """sigma = softplus(rho) = log(1 + exp(rho)); of several, the root of the mean of sigma^2 over all weights."""
         sigma = softplus(self.rho.detach())
-        return sigma if sigma.dim() == 0 else _mean(sigma**2, self._of_priors("group_sizes")).sqrt()
+        return sigma if sigma.dim() == 0 else _mean(sigma**2, self._sizes).sqrt()
 
     @property
     def sigmas(self) -> torch.Tensor:
@@ -215,8 +197,7 @@ class Posterior:
 
     def by_part(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A number of each of `groups`, as views of the backbone's and the head's, in the shapes of their priors."""
-        num_backbone = sum(not group.in_head for group in self.groups)
-        parts = zip((numbers[:num_backbone], numbers[num_backbone:]), self._priors, strict=True)
+        parts = zip(self._cut(numbers), (self.prior, self.head_prior), strict=True)
         return tuple(part.reshape(prior.trace_inverse.shape) for part, prior in parts)
 
     @property
@@ -240,11 +221,12 @@ class Posterior:
     def update_variances(self, growth: float = math.inf) -> None:
         """Set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
 
-        Where the optimiser learns rho, sigma is left to it.
+        Where the optimiser learns rho, sigma is left to it. What was computed at earlier means is forgotten.
 
         Args:
             growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; by default it goes to its optimum at once.
         """
+        self.forget_evaluations()
         distances = self._distances()
         if self.curvature is not None:
             self._update_sigma(distances, growth)
@@ -265,20 +247,18 @@ class Posterior:
         """(mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) of each group."""
         self._forbid_while_sampled("update_prior_variances")
         self._last_drawn = None  # the means have moved
-        self._last_found = self._parameters_now()
-        weights = values_of(self._last_found)
+        weights = self.parameters()
         if weights.keys() != self._names:
             changed = next(iter(weights.keys() ^ self._names))
             raise RuntimeError(
                 f"model: {changed!r} was frozen or unfrozen after the posterior was made. Do so before, or make a "
                 "new trainer."
             )
-        return _joined(prior.mahalanobis(prior.own(weights)) for prior in self._priors)
+        return torch.cat([prior.mahalanobis(weights).reshape(-1) for prior in (self.prior, self.head_prior)])
 
     def _update_sigma(self, distances: torch.Tensor, growth: float) -> None:
         """sigma* of each group, or of all of them together; where nothing is known yet it stays."""
-        curvature, distance = self.curvature.mean(), distances / self._of_priors("trace_inverse")
-        weight = self.kl_weight * self._of_priors("group_sizes")
+        curvature, distance, weight = self.curvature.mean(), distances / self._traces, self.kl_weight * self._sizes
         best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
         variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
         variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
@@ -288,11 +268,10 @@ class Posterior:
         self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
 
     def _update_prior_variances(self, distances: torch.Tensor) -> None:
-        numbers = {"mahalanobis": distances, "trace_inverse": self._of_priors("trace_inverse")}
-        numbers["num_parameters"] = self._of_priors("group_sizes")
+        numbers = {"mahalanobis": distances, "trace_inverse": self._traces, "num_parameters": self._sizes}
         self.prior_variances = optimal_variance(self.sigmas, **numbers)
-        kl = gaussian_kl(self.sigmas, self.prior_variances, log_det=self._of_priors("log_det"), **numbers)
-        self.kl = KL(*(part.sum() for part in self.by_part(kl)))
+        kl = gaussian_kl(self.sigmas, self.prior_variances, log_det=self._log_dets, **numbers)
+        self.kl = KL(*(part.sum() for part in self._cut(kl)))
 
     @contextmanager
     def sampled(self, *key: int, on_cpu: bool = False, reuse: bool = False) -> Iterator[None]:
@@ -306,14 +285,13 @@ class Posterior:
             *key: decides eps, together with the device that draws it.
             on_cpu: draw it on the CPU wherever the model is, so that the key alone decides: slower on a GPU.
             reuse: take the last sample again, if it was of the same key and neither `update_prior_variances` nor
-                `complete_gradients` was called since. The means must not have moved since then, and the model must
-                have the same parameters: they are not looked up again.
+                `complete_gradients` was called since. The means must not have moved since then.
         """
         self._forbid_while_sampled("sampled")
-        parameters = self._last_found if reuse and not self._is_sharded else self._parameters_now()
-        weights, sigmas = values_of(parameters), self.sigmas
+        parameters, sigmas = self._find_parameters(), self.sigmas
+        weights = values_of(parameters)
         self._make_room(weights)
-        self._sampled_parameters = parameters
+        self._sampled = parameters
         if self._is_sharded:  # FSDP2 keeps its weights where they are
             self._copy(weights, self._room)
             self._means, self._sample = self._room, weights
@@ -321,7 +299,7 @@ class Posterior:
             self._means, self._sample = weights, self._room
 
         def draw(block: Block) -> None:
-            write_noisy_block(self._sample, self._means, block, sigmas[block.group], key, on_cpu)
+            draw_sample(self._sample, self._means, block, sigmas[block.group], key, on_cpu)
 
         is_there = reuse and self._last_drawn == (key, on_cpu)
         self.is_sampled, self._last_drawn = True, None
@@ -359,47 +337,34 @@ class Posterior:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         self._last_drawn = None  # it is spent
         if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
-            self._sampled_parameters = self._parameters_now()
-            self._sample = values_of(self._sampled_parameters)
-        gradients, kl_weight = gradients_of(self._sampled_parameters), loss_scale * self.kl_weight
-        pulls = self.by_part(kl_weight / self.prior_variances)
-        sums = [self._complete_part(gradients, prior, pull) for prior, pull in zip(self._priors, pulls, strict=True)]
-        products, squared_norms = torch.cat(sums, dim=1)
+            self._sampled = self._find_parameters()
+            self._sample = values_of(self._sampled)
+        gradients, kl_weight = gradients_of(self._sampled), loss_scale * self.kl_weight
+        pulls = kl_weight / self.prior_variances
+        # Sigma_p^-1 (w_bar - mu_p) of a block of the backbone, and of one of the head
+        towards_prior = [prior.precision_product(self._means) for prior in (self.prior, self.head_prior)]
+
+        def complete(block: Block) -> torch.Tensor:
+            """In one pass: add the pull to g, spend w; <g, w - w_bar> and |g|^2, with the g of before."""
+            w, g = block.of(self._sample), block.of(gradients)
+            torch._foreach_sub_(w, block.of(self._means))
+            product = torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in zip(w, g, strict=True)]).sum()
+            sums = torch.stack([product, torch.stack(torch._foreach_norm(g)).square().sum()])
+            add_scaled_(g, towards_prior[self.groups[block.group].in_head](block), pulls[block.group])
+            return sums.to(pulls.dtype)
+
+        groups, zeros = [block.group for block in self._blocks], pulls.new_zeros(len(pulls), 2)
+        products, squared_norms = total(on_all_cores(complete, self._blocks), self._means, zeros, groups).T
         if self.curvature is not None:
-            products_of_sigmas, norms_of_sigmas = self._by_sigma(products), self._by_sigma(squared_norms)
-            self.curvature.add(
-                products_of_sigmas / loss_scale, norms_of_sigmas / loss_scale**2, softplus(self.rho.detach()) ** 2
-            )
+            sums = (self._by_sigma(products) / loss_scale, self._by_sigma(squared_norms) / loss_scale**2)
+            self.curvature.add(*sums, softplus(self.rho.detach()) ** 2)
         else:
-            kl_gradients = kl_gradient_of_sigma(
-                self.sigmas,
-                self.prior_variances,
-                trace_inverse=self._of_priors("trace_inverse"),
-                num_parameters=self._of_priors("group_sizes"),
-            )
+            numbers = {"trace_inverse": self._traces, "num_parameters": self._sizes}
+            kl_gradients = kl_gradient_of_sigma(self.sigmas, self.prior_variances, **numbers)
             gradient = self._by_sigma(products / self.sigmas + kl_weight * kl_gradients)
             self.rho.grad = gradient * torch.sigmoid(self.rho)
         self._take_back_sample()
         return products.sum()
-
-    def _complete_part(self, gradients: Tensors, prior: GaussianPrior, pulls: torch.Tensor) -> torch.Tensor:
-        """In one pass over a part: set g += pull * Sigma_p^-1 (w_bar - mu_p), spend w, and add up by group.
-
-        Returns:
-            <g, w - w_bar> and |g|^2 of each group, with the g of before.
-        """
-        means, pulls = prior.own(self._means), pulls.reshape(-1)
-        precision_product = prior.precision_product(means)
-
-        def complete(block: Block) -> torch.Tensor:
-            w, g = block.of(self._sample), block.of(gradients)
-            torch._foreach_sub_(w, block.of(means))
-            sums = torch.stack([inner_product(w, g), torch.stack(torch._foreach_norm(g)).square().sum()])
-            add_scaled_(g, precision_product(block), pulls[block.group])
-            return sums.to(pulls.dtype)
-
-        sums = on_all_cores(complete, prior.blocks)
-        return total_by_group(sums, [block.group for block in prior.blocks], means, pulls.new_zeros(len(pulls), 2)).T
 
     # ---- Using it --------------------------------------------------------------------------------------------------
 
@@ -525,17 +490,25 @@ class Posterior:
         for name in own.keys() - {f"prior.{name}" for name in self.prior.state_dict()}:
             own[name].copy_(state[name])
         self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
+        self._describe_groups()
         self.forget_evaluations()
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _priors(self) -> tuple[GaussianPrior, GaussianPrior]:
-        return self.prior, self.head_prior
+    def _describe_groups(self) -> None:
+        """Note D_g, tr(Sigma_p^-1) and log det Sigma_p of each group."""
 
-    def _of_priors(self, attribute: str) -> torch.Tensor:
-        """A number of each group that the priors know."""
-        return _joined(torch.as_tensor(getattr(prior, attribute)).to(self.rho) for prior in self._priors)
+        def of_priors(name: str) -> torch.Tensor:
+            numbers = [getattr(prior, name) for prior in (self.prior, self.head_prior)]
+            return torch.cat([torch.as_tensor(number).to(self.rho.detach()).reshape(-1) for number in numbers])
+
+        self._sizes, self._traces = of_priors("group_sizes"), of_priors("trace_inverse")
+        self._log_dets = of_priors("log_det")
+
+    def _cut(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of the backbone's groups, and those of the head's."""
+        num_backbone = sum(not group.in_head for group in self.groups)
+        return numbers[:num_backbone], numbers[num_backbone:]
 
     def _by_sigma(self, terms: torch.Tensor) -> torch.Tensor:
         """A term of each group, added up over those that share a sigma."""
@@ -548,7 +521,7 @@ class Posterior:
             raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
         return float(kappa)
 
-    def _parameters_now(self) -> dict[str, nn.Parameter]:
+    def _find_parameters(self) -> dict[str, nn.Parameter]:
         if self._is_sharded:
             reshard(self.model)
         return parameters_by_name(self.model)
@@ -569,16 +542,12 @@ class Posterior:
         if self._is_sharded:
             self._copy(self._means, self.parameters())
         else:
-            point_to(self._means, self._sampled_parameters)
-        self.is_sampled, self._sampled_parameters, self._means, self._sample = False, {}, {}, {}
+            point_to(self._means, self._sampled)
+        self.is_sampled, self._sampled, self._means, self._sample = False, {}, {}, {}
 
     def _forbid_while_sampled(self, what: str) -> None:
         if self.is_sampled:
             raise RuntimeError(f"{what}: the model holds a weight sample; leave `with sampled(...)` first.")
-
-
-def _joined(numbers: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([number.reshape(-1) for number in numbers])
 
 
 def _mean(values: torch.Tensor, sizes: int | torch.Tensor) -> torch.Tensor:

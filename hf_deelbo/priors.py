@@ -19,25 +19,8 @@ from typing import Any
 import torch
 
 from .objective import gaussian_kl, optimal_variance
-from .weights.blocks import (
-    Block,
-    Piece,
-    Tensors,
-    blocks_of,
-    on_all_cores,
-    rows_of,
-    squared_distance,
-    subtract,
-    sum_of,
-)
-from .weights.shards import (
-    copy_whole_,
-    gathered,
-    local,
-    shard_like,
-    total,
-    total_by_group,
-)
+from .weights.blocks import Block, Piece, Tensors, blocks_of, local, on_all_cores, squared_distance, subtract, total
+from .weights.shards import copy_whole_, gathered, shard_like
 
 # Sigma_p^-1 (w - mu_p) of each piece of a block
 PrecisionProduct = Callable[[Block], Iterable[torch.Tensor]]
@@ -219,15 +202,14 @@ class IsotropicPrior(GaussianPrior):
 
         def of_block(block: Block) -> torch.Tensor:
             if self.scales is not None and len(block.pieces) > 1:
-                return sum_of([of_block(Block((piece,))) for piece in block.pieces])
+                return torch.stack([of_block(Block((piece,))) for piece in block.pieces]).sum()
             mean = None if self.mean is None else block.of(self.mean)
             distance = squared_distance(block.of(w), mean, self.trace_inverse.dtype)
             return distance if self.scales is None else distance / self.scales[block.pieces[0].name]
 
-        terms, zeros = on_all_cores(of_block, self.blocks), torch.zeros_like(self.trace_inverse)
-        if zeros.dim() == 0:
-            return total(terms, w, zeros)
-        return total_by_group(terms, [block.group for block in self.blocks], w, zeros)
+        zeros = torch.zeros_like(self.trace_inverse)
+        groups = [block.group for block in self.blocks] if zeros.dim() else None
+        return total(on_all_cores(of_block, self.blocks), w, zeros, groups)
 
     def precision_product(self, w: Tensors) -> PrecisionProduct:
         """w - mu_p, each parameter's divided by its r."""
@@ -325,8 +307,8 @@ class LowRankGaussian(GaussianPrior):
                 torch.div(d, whitened, out=whitened)
                 distances.append(torch.dot(d, whitened))
                 projections.append(torch.mv(self._q(piece, d.dtype), whitened))
-            sums = sum_of(distances, self._wide)[None], sum_of(projections, self._wide)
-            return torch.cat(sums), checksum(block.of(w))
+            sums = [torch.stack(terms).to(self._wide).sum(0) for terms in (distances, projections)]
+            return torch.cat([sums[0][None], sums[1]]), checksum(block.of(w))
 
         terms = on_all_cores(sums_and_checksum, self.blocks)
         sums = total([sums for sums, _ in terms], w, self._shrinkage.new_zeros(1 + self.rank))
@@ -374,7 +356,8 @@ class LowRankGaussian(GaussianPrior):
     def _sum_of_squares(self, w: Tensors, c: torch.Tensor) -> torch.Tensor:
         def squares(block: Block) -> torch.Tensor:
             residuals = zip(block.pieces, self._residuals(w, c, block), strict=True)
-            return sum_of([torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals], self._wide)
+            terms = [torch.dot(r, r / self._a(piece, r.dtype)) for piece, r in residuals]
+            return torch.stack(terms).to(self._wide).sum()
 
         return total(on_all_cores(squares, self.blocks), w, torch.zeros_like(self._shrinkage[0])) + torch.dot(c, c)
 
@@ -390,16 +373,15 @@ class LowRankGaussian(GaussianPrior):
         return a, self._scale * torch.cat([self._q(piece, self._wide) for piece in block.pieces], dim=1)
 
     def _difference(self, weight: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return (weight - rows_of(local(self.mean[piece.name]), piece.rows)).flatten()
+        return (weight - local(self.mean[piece.name])[piece.rows]).flatten()
 
     def _a(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-        diagonal = rows_of(local(self.diagonal[piece.name]), piece.rows).flatten().to(dtype)
+        diagonal = local(self.diagonal[piece.name])[piece.rows].flatten().to(dtype)
         return (0.5 * diagonal).add_(self.eps)
 
     def _q(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Columns of Q^T; a view, unless the types differ."""
-        deviations = local(self.deviations[piece.name])
-        rows = deviations if piece.rows is None else deviations[:, piece.rows]
+        rows = local(self.deviations[piece.name])[:, piece.rows]
         return rows.reshape(self.rank, -1).to(dtype)
 
 

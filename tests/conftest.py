@@ -33,8 +33,7 @@ from transformers import (
 )
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, LowRankPrior
-from hf_deelbo.weights.blocks import blocks_of, on_all_cores
-from hf_deelbo.weights.noise import write_noisy_block
+from hf_deelbo.weights.blocks import blocks_of, draw_sample, on_all_cores
 from hf_deelbo.weights.parameters import head_parameter_names
 
 # the models are tiny: a second thread only makes them wait for it, long if the machine has other work
@@ -96,7 +95,7 @@ def load_example(name: str) -> ModuleType:
 
 def add_noise_(tensors: dict[str, torch.Tensor], sigma: torch.Tensor, key: tuple[int, ...]) -> None:
     """w = w + sigma * eps, for all tensors."""
-    on_all_cores(lambda block: write_noisy_block(tensors, tensors, block, sigma, key), blocks_of(tensors))
+    on_all_cores(lambda block: draw_sample(tensors, tensors, block, sigma, key), blocks_of(tensors))
 
 
 MODELS = {"vit": tiny_vit, "resnet": tiny_resnet, "bert": tiny_bert}
@@ -186,9 +185,9 @@ def drawn_keys(monkeypatch) -> list[tuple[int, ...]]:
     def write(target, tensors, block, sigma, key, on_cpu):
         if block.group == 0:
             keys.append(key)
-        write_noisy_block(target, tensors, block, sigma, key, on_cpu)
+        draw_sample(target, tensors, block, sigma, key, on_cpu)
 
-    monkeypatch.setattr("hf_deelbo.posterior.write_noisy_block", write)
+    monkeypatch.setattr("hf_deelbo.posterior.draw_sample", write)
     return keys
 
 

@@ -27,7 +27,8 @@ from transformers.distributed import DistributedConfig
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior
 from hf_deelbo.priors import GaussianPrior
-from hf_deelbo.weights.shards import local, reshard, whole
+from hf_deelbo.weights.blocks import local
+from hf_deelbo.weights.shards import reshard, whole
 
 BY_OPTIMIZER = {"init_sigma": 0.05}
 BY_LAYER = {"init_sigma": 0.05, "sigma_update": "closed-form", "grouping": "layer"}

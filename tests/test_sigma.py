@@ -14,9 +14,8 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from torch.func import functional_call
 
 from hf_deelbo import DEELBoTrainer, GaussianPosterior, IsotropicPrior
-from hf_deelbo.curvature import Curvature, mean_above_zero
 from hf_deelbo.groups import groups_of
-from hf_deelbo.objective import optimal_posterior_variance, shared_posterior_variance
+from hf_deelbo.objective import Curvature, mean_above_zero, optimal_posterior_variance, shared_posterior_variance
 from hf_deelbo.weights.parameters import backbone_of, head_parameter_names
 
 

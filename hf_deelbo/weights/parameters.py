@@ -1,10 +1,12 @@
 """The trainable parameters of a model by name, and which of them are the head V; the others are the backbone w."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from .blocks import parameters_by_name, values_of
 
 # what model authors call a classification head that stands beside its backbone
 HEAD_MODULE_NAMES = ("classifier", "classification_head", "head", "score", "fc")
@@ -64,32 +66,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(mode)
 
 
-def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters, each once (tied weights too).
-
-    It walks over all modules, which takes up to milliseconds: a training step does so once.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> _ = model.bias.requires_grad_(False)
-        >>> list(parameters_by_name(model))
-        ['weight']
-    """
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """What the parameters hold, by name, not copies of it; without gradient.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> _ = values_of(parameters_by_name(model))["weight"].fill_(3)
-        >>> model.weight.tolist()
-        [[3.0, 3.0]]
-    """
-    return {name: parameter.detach() for name, parameter in parameters.items()}
-
-
 def backbone_of(model: nn.Module, head_names: Iterable[str]) -> dict[str, torch.Tensor]:
     """What the trainable parameters hold, by name, but for those named, which are the head.
 
@@ -100,36 +76,6 @@ def backbone_of(model: nn.Module, head_names: Iterable[str]) -> dict[str, torch.
     """
     head = set(head_names)
     return {name: w for name, w in values_of(parameters_by_name(model)).items() if name not in head}
-
-
-def point_to(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let the parameters hold these tensors, by name, not copies of them; their gradients stay.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> mine = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
-        >>> point_to(mine, parameters_by_name(model))
-        >>> _ = mine["weight"].fill_(5)
-        >>> model.weight.tolist()
-        [[5.0, 5.0]]
-    """
-    for name, parameter in parameters.items():
-        parameter.data = tensors[name]
-
-
-def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Their gradients by name.
-
-    Where the loss does not reach there is a zero to add to: a prior pulls there too.
-
-    Example:
-        >>> gradients_of(parameters_by_name(nn.Linear(2, 1)))
-        {'weight': tensor([[0., 0.]]), 'bias': tensor([0.])}
-    """
-    for parameter in parameters.values():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return {name: parameter.grad for name, parameter in parameters.items()}
 
 
 def _named_head(model: nn.Module, head_names: Iterable[str]) -> set[int]:

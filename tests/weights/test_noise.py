@@ -6,7 +6,7 @@ from conftest import add_noise_
 from scipy import stats
 
 from hf_deelbo.weights import blocks
-from hf_deelbo.weights.noise import write_noisy_block
+from hf_deelbo.weights.blocks import draw_sample
 
 
 def draw(shapes: dict, key: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_it_does_not_depend_on_how_tensors_are_cut(size):
     w = {name: torch.zeros(shape) for name, shape in shapes.items()}
     assert len(blocks.blocks_of(w)) > 1
     for block in blocks.blocks_of(w, size):
-        write_noisy_block(w, w, block, torch.tensor(1.0), key=(5, 6))
+        draw_sample(w, w, block, torch.tensor(1.0), key=(5, 6))
     for name, noise in draw(shapes, key=(5, 6)).items():
         assert torch.equal(w[name], noise), name
 

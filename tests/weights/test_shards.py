@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_deelbo import DEELBoTrainer, GaussianPosterior
-from hf_deelbo.weights.blocks import BLOCK_SIZE, blocks_of
-from hf_deelbo.weights.noise import write_noisy_block
+from hf_deelbo.weights.blocks import BLOCK_SIZE, blocks_of, draw_sample
 from hf_deelbo.weights.shards import (
     check_sharding,
     class_of,
@@ -93,7 +92,7 @@ class TestRows:
 def test_noise_does_not_depend_on_the_sharding(shape, world_size):
     def noise_of(tensor: torch.Tensor) -> torch.Tensor:
         for block in blocks_of({"w": tensor}):
-            write_noisy_block({"w": tensor}, {"w": tensor}, block, torch.tensor(0.5), key=(1, 2))
+            draw_sample({"w": tensor}, {"w": tensor}, block, torch.tensor(0.5), key=(1, 2))
         return local(tensor)
 
     shards = on_each_rank(world_size, lambda mesh: noise_of(empty_parameter(shape, mesh)))
