@@ -115,15 +115,15 @@ class TestSampled:
         for parameter in posterior.model.parameters():
             parameter.data.add_(1)
         before = snapshot(posterior.model)
-        write_noisy_block = posterior_module.write_noisy_block
+        draw_sample = posterior_module.draw_sample
 
         def fail(*args):
             calls.append(1)
-            write_noisy_block(*args)
+            draw_sample(*args)
             if len(calls) > blocks_before:
                 raise MemoryError
 
-        monkeypatch.setattr(posterior_module, "write_noisy_block", fail)
+        monkeypatch.setattr(posterior_module, "draw_sample", fail)
         with pytest.raises(MemoryError), posterior.sampled(1):
             pass
         assert_same(before, snapshot(posterior.model))

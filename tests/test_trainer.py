@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
-from hf_deelbo.weights.parameters import parameters_by_name
+from hf_deelbo.weights.blocks import parameters_by_name
 
 
 class StopAt(TrainerCallback):

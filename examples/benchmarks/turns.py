@@ -20,12 +20,8 @@ from transformers.utils import logging
 from workloads import WORKLOADS, Workload
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
-from hf_deelbo.weights.parameters import (
-    backbone_of,
-    gradients_of,
-    head_parameter_names,
-    parameters_by_name,
-)
+from hf_deelbo.weights.blocks import gradients_of, parameters_by_name
+from hf_deelbo.weights.parameters import backbone_of, head_parameter_names
 
 METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
 PTYL_RANK = 5

@@ -35,15 +35,12 @@ from hf_deelbo.weights.blocks import (
     Block,
     Tensors,
     add_scaled_,
-    on_all_cores,
-)
-from hf_deelbo.weights.parameters import (
-    backbone_of,
     gradients_of,
-    head_parameter_names,
+    on_all_cores,
     parameters_by_name,
     values_of,
 )
+from hf_deelbo.weights.parameters import backbone_of, head_parameter_names
 
 if TYPE_CHECKING:
     import optuna

@@ -15,17 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_deelbo import DEELBoTrainer, GaussianPosterior
-from hf_deelbo.weights.blocks import BLOCK_SIZE, blocks_of, draw_sample
-from hf_deelbo.weights.shards import (
-    check_sharding,
-    class_of,
-    copy_whole_,
-    held_rows,
-    is_first_process,
-    local,
-    mesh_of,
-    shard_like,
-)
+from hf_deelbo.weights.blocks import BLOCK_SIZE, blocks_of, draw_sample, held_rows, local, mesh_of
+from hf_deelbo.weights.shards import check_sharding, class_of, copy_whole_, is_first_process, shard_like
 
 
 @contextmanager
