@@ -380,7 +380,7 @@ class _Markdown(str):
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("hf_deelbo"),
+        loader=PackageLoader("hf_deelbo.sharing"),
         finalize=_escaped,
         undefined=StrictUndefined,
         trim_blocks=True,
