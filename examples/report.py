@@ -2,7 +2,7 @@
 
     python examples/report.py      # or `make report`
 
-It reads what they wrote into the `*.jsonl` of the folder `examples/results`, and writes there `REPORT.md`, its figures,
+It reads what they wrote into the `*.jsonl` of the folder `examples/results`, and writes `REPORT.md` and figures there,
 and the part of that folder's README between two marks. The same lines give the same bytes.
 """
 
