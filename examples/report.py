@@ -3,7 +3,7 @@
     python examples/report.py      # or `make report`
 
 It reads what they wrote into the `*.jsonl` of the folder `examples/results`, and writes `REPORT.md` and figures there,
-and the part of its README between two marks. The same lines give the same bytes.
+and the part of that folder's README between two marks. The same lines give the same bytes.
 """
 
 import argparse
@@ -62,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_report(results: Path, readme: Path) -> None:
-    """Read the lines; write figures, the report, and its summary into the README."""
+    """Read the lines; write figures and the report, and its first table into the README of the results."""
     lines = {line["id"]: line for path in sorted(results.glob("*.jsonl")) for line in read_lines(path)}
     swaps = [line for line in lines.values() if "row" in line["config"]]
+    trainers = {line["config"]["trainer"] for line in swaps}
     rows = rows_of([line for line in lines.values() if "method" in line["config"]])
     compared = [row for row in rows if row.config["method"] != "deelbo-single"]
     sections = [section(list(of_task), results) for _, of_task in groupby(compared, key=lambda row: row.task)]
@@ -72,7 +73,7 @@ def write_report(results: Path, readme: Path) -> None:
     sections += [kappa_section(list(of_task), results) for _, of_task in groupby(swept, key=lambda row: row.task)]
     parts = ["# Results", "Made by `make report`; do not edit.", HOW_TO_READ, "## Against grid search"]
     parts += [comparison_table(compared), *sections]
-    if swaps:
+    if len(trainers) > 1:  # else there is nothing to compare yet
         parts += ["## The swap test", swap_test.HOW_TO_READ, swap_test.table(swaps)]
     write_whole(results / "REPORT.md", "\n\n".join(parts) + "\n")
     put_between_marks(readme, summary(compared))
@@ -128,7 +129,7 @@ def kappa_section(rows: list[Row], folder: Path) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """For the README."""
+    """For the README of the results."""
     if not rows:
         return "No results yet: `python examples/study.py --preset digits`, then `make report`."
     lines = [line for row in rows for line in row.lines]
