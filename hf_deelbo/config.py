@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -46,8 +46,8 @@ def check_count(argument: str, value: int | None, lowest: int = 1) -> None:
 
 
 @dataclass
-class FineTuningConfig(TrainingArguments):
-    """What `DEELBoConfig` and the baselines' `MAPConfig` share. Inherited arguments keep `Trainer`'s defaults.
+class DEELBoConfig(TrainingArguments):
+    """Arguments of `DEELBoTrainer`: those of `TrainingArguments`, with its defaults, and the following.
 
     The prior
 
@@ -59,100 +59,12 @@ class FineTuningConfig(TrainingArguments):
             there too. A `LowRankPrior` can also be passed to the trainer, as `prior=`.
         head_names: modules or parameters that form the head, which has the prior N(0, tau I); found by itself if not
             given.
-        num_train_examples: N, for a training set that does not tell its length.
-        num_batch_norm_examples: at most so many inputs, class-balanced, are taken to recompute batch-norm statistics.
-
-    `weight_decay` is ignored, with a warning: the prior is the decay.
-    """
-
-    prior: str = field(default="l2-sp", metadata={"help": f"Prior of the backbone: {', '.join(PRIORS)}."})
-    prior_name_or_path: str | None = field(
-        default=None, metadata={"help": "The saved prior or posterior: a folder or an id on the Hub."}
-    )
-    prior_revision: str | None = field(default=None, metadata={"help": "Its branch, tag or commit on the Hub."})
-    head_names: list[str] | None = field(
-        default=None, metadata={"help": "Modules or parameters that form the head; found by itself if not given."}
-    )
-    num_train_examples: int | None = field(
-        default=None, metadata={"help": "N, for a training set that does not tell its length."}
-    )
-    num_batch_norm_examples: int = field(
-        default=2048, metadata={"help": "At most so many training inputs are taken for batch-norm statistics."}
-    )
-
-    # what takes the place of weight decay, to say so when someone asks for it
-    the_decay: ClassVar[str] = "The prior is the decay."
-
-    @classmethod
-    def paper(cls, output_dir: str | None = None, **kwargs: Any) -> Self:
-        """With the paper's protocol in place of `Trainer`'s defaults, but for what is given.
-
-        SGD with Nesterov momentum 0.9 and a clip of the gradient norm at 1.0, a cosine schedule from the learning rate
-        0.01, batches of 128 (or N, if that is less), of which the last incomplete one is dropped.
-
-        Example:
-            >>> FineTuningConfig.paper("outputs", max_steps=600).lr_scheduler_type.value
-            'cosine'
-        """
-        own = PAPER if "optim" not in kwargs else {k: v for k, v in PAPER.items() if not k.startswith("optim")}
-        return cls(output_dir=output_dir, **(own | kwargs))
-
-    def __post_init__(self):
-        self._check_method()
-        if self.weight_decay:
-            logger.warning(f"weight_decay={self.weight_decay} is ignored: delete it. {self.the_decay}")
-            self.weight_decay = 0.0
-        super().__post_init__()
-        self._check_inherited()
-
-    def _check_method(self) -> None:
-        if self.prior not in PRIORS:
-            raise ValueError(f"prior: unknown prior {self.prior!r}; choose one of {', '.join(PRIORS)}.")
-        if self.prior_name_or_path is not None and self.prior not in SAVED_PRIORS:
-            raise ValueError(
-                f"prior_name_or_path: {self.prior_name_or_path!r} was given, but prior={self.prior!r} is not loaded "
-                f"from anywhere; choose {' or '.join(SAVED_PRIORS)}."
-            )
-        if self.prior_name_or_path is None and self.prior == "posterior":
-            raise ValueError(
-                'prior_name_or_path: prior="posterior" needs the posterior, a folder or an id on the Hub.'
-            )
-        self._check_counts(num_train_examples=1, num_batch_norm_examples=2)
-        for name in ("deepspeed", "fsdp"):
-            if getattr(self, name):
-                raise ValueError(f"{name}: is not supported. {SHARD_AT_LOADING}")
-
-    def _check_counts(self, **least: int) -> None:
-        """Each of these arguments must be a whole number of at least so much, if it is given."""
-        for name, lowest in least.items():
-            check_count(name, getattr(self, name), lowest)
-
-    def _check_inherited(self) -> None:
-        if self.label_smoothing_factor != 0:
-            raise ValueError(
-                f"label_smoothing_factor: must be 0, got {self.label_smoothing_factor}. Smoothed labels have no "
-                "likelihood; pass the trainer a `compute_loss_func` with a likelihood of your own."
-            )
-        if self.fp16_full_eval or self.bf16_full_eval:
-            wanted = "fp16_full_eval" if self.fp16_full_eval else "bf16_full_eval"
-            raise ValueError(
-                f"{wanted}: 16-bit weights are too coarse for what is learned; use `bf16` or `fp16` autocast."
-            )
-        if any(kind in self.optim for kind in _FUSED_BACKWARD_OPTIMIZERS):
-            raise ValueError(
-                f"optim: {self.optim.value} updates the weights inside the backward pass, before the prior's gradient "
-                'is there; use "sgd" or "adamw_torch".'
-            )
-
-
-@dataclass
-class DEELBoConfig(FineTuningConfig):
-    """Arguments of `DEELBoTrainer`: those of `TrainingArguments`, of `FineTuningConfig`, and the following.
 
     The objective
 
     Args:
         kappa: weight of the likelihood: `"auto"` is D/N, `1` the plain ELBo, or any positive number.
+        num_train_examples: N, for a training set that does not tell its length.
         sigma_update: how the posterior's standard deviation sigma is learned: `"closed-form"` sets it before each
             step, as lambda and tau, whatever the optimiser; `"optimizer"` is the paper's way, a parameter rho with
             sigma = softplus(rho) that the optimiser moves, which takes SGD and a large learning rate.
@@ -171,17 +83,32 @@ class DEELBoConfig(FineTuningConfig):
         num_elbo_samples: weight samples of `DEELBoTrainer.de_elbo`.
         recompute_batch_norm: give each weight sample that is evaluated batch-norm statistics of its own, computed over
             training inputs; if false, it meets the running ones, which fit no sample.
+        num_batch_norm_examples: at most so many inputs, class-balanced, are taken for that.
         num_saved_samples: `save_model` and pushes save the statistics of so many weight samples, for those who have
             the posterior but not the training data.
+
+    `weight_decay` is ignored, with a warning: the KL to the prior is the decay.
 
     Example:
         >>> DEELBoConfig(output_dir="outputs", prior="l2-sp", kappa=1).kappa
         1.0
     """
 
+    prior: str = field(default="l2-sp", metadata={"help": f"Prior of the backbone: {', '.join(PRIORS)}."})
+    prior_name_or_path: str | None = field(
+        default=None, metadata={"help": "The saved prior or posterior: a folder or an id on the Hub."}
+    )
+    prior_revision: str | None = field(default=None, metadata={"help": "Its branch, tag or commit on the Hub."})
+    head_names: list[str] | None = field(
+        default=None, metadata={"help": "Modules or parameters that form the head; found by itself if not given."}
+    )
+
     kappa: str = field(
         default="auto",
         metadata={"help": "Weight of the likelihood: `auto` (D/N) or a positive number; 1 is the plain ELBo."},
+    )
+    num_train_examples: int | None = field(
+        default=None, metadata={"help": "N, for a training set that does not tell its length."}
     )
     sigma_update: str = field(
         default="closed-form", metadata={"help": f"How sigma is learned: {', '.join(SIGMA_UPDATES)} (the paper's)."}
@@ -201,27 +128,63 @@ class DEELBoConfig(FineTuningConfig):
     recompute_batch_norm: bool = field(
         default=True, metadata={"help": "Compute batch-norm statistics for each weight sample that is evaluated."}
     )
+    num_batch_norm_examples: int = field(
+        default=2048, metadata={"help": "At most so many training inputs are taken for batch-norm statistics."}
+    )
     num_saved_samples: int = field(
         default=10, metadata={"help": "Weight samples whose batch-norm statistics are saved with the posterior."}
     )
 
-    the_decay: ClassVar[str] = "The KL to the prior is the decay, and its strength is learned."
-
     @classmethod
     def paper(cls, output_dir: str | None = None, **kwargs: Any) -> Self:
-        """The paper's protocol, and its way of learning one sigma: by the optimiser, from 1e-4.
+        """The paper's protocol in place of `Trainer`'s defaults, and its way of learning sigma, but for what is given.
 
-        With `sigma_update="closed-form"` the protocol alone is the paper's.
+        SGD with Nesterov momentum 0.9 and a clip of the gradient norm at 1.0, a cosine schedule from the learning rate
+        0.01, batches of 128 (or N, if that is less), of which the last incomplete one is dropped; one sigma, moved by
+        the optimiser from 1e-4. With `sigma_update="closed-form"` the protocol alone is the paper's.
 
         Example:
-            >>> DEELBoConfig.paper("outputs", learning_rate=0.1).sigma_update
-            'optimizer'
+            >>> args = DEELBoConfig.paper("outputs", learning_rate=0.1)
+            >>> args.lr_scheduler_type.value, args.sigma_update
+            ('cosine', 'optimizer')
         """
-        by_optimizer = kwargs.get("sigma_update", "optimizer") == "optimizer"
-        return super().paper(output_dir, **((PAPER_SIGMA if by_optimizer else {}) | kwargs))
+        own = PAPER if "optim" not in kwargs else {k: v for k, v in PAPER.items() if not k.startswith("optim")}
+        if kwargs.get("sigma_update", "optimizer") == "optimizer":
+            own = own | PAPER_SIGMA
+        return cls(output_dir=output_dir, **(own | kwargs))
 
-    def _check_method(self) -> None:
-        super()._check_method()
+    def __post_init__(self):
+        self._check_prior()
+        self._check_objective()
+        for name, least in (("num_eval_samples", 0), ("num_elbo_samples", 1), ("num_saved_samples", 0)):
+            check_count(name, getattr(self, name), least)
+        check_count("num_batch_norm_examples", self.num_batch_norm_examples, 2)
+        for name in ("deepspeed", "fsdp"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: is not supported. {SHARD_AT_LOADING}")
+        if self.weight_decay:
+            logger.warning(
+                f"weight_decay={self.weight_decay} is ignored: delete it. The KL to the prior is the decay, and its "
+                "strength is learned."
+            )
+            self.weight_decay = 0.0
+        super().__post_init__()
+        self._check_inherited()
+
+    def _check_prior(self) -> None:
+        if self.prior not in PRIORS:
+            raise ValueError(f"prior: unknown prior {self.prior!r}; choose one of {', '.join(PRIORS)}.")
+        if self.prior_name_or_path is not None and self.prior not in SAVED_PRIORS:
+            raise ValueError(
+                f"prior_name_or_path: {self.prior_name_or_path!r} was given, but prior={self.prior!r} is not loaded "
+                f"from anywhere; choose {' or '.join(SAVED_PRIORS)}."
+            )
+        if self.prior_name_or_path is None and self.prior == "posterior":
+            raise ValueError(
+                'prior_name_or_path: prior="posterior" needs the posterior, a folder or an id on the Hub.'
+            )
+
+    def _check_objective(self) -> None:
         for name, known in (("sigma_update", SIGMA_UPDATES), ("grouping", GROUPINGS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: unknown value {getattr(self, name)!r}; choose one of {', '.join(known)}.")
@@ -230,7 +193,24 @@ class DEELBoConfig(FineTuningConfig):
         self.init_sigma = positive_number("init_sigma", self.init_sigma)
         if not (math.isfinite(self.kl_warmup_epochs) and self.kl_warmup_epochs >= 0):
             raise ValueError(f"kl_warmup_epochs: must be a number of at least 0, got {self.kl_warmup_epochs!r}.")
-        self._check_counts(num_eval_samples=0, num_elbo_samples=1, num_saved_samples=0)
+        check_count("num_train_examples", self.num_train_examples)
+
+    def _check_inherited(self) -> None:
+        if self.label_smoothing_factor != 0:
+            raise ValueError(
+                f"label_smoothing_factor: must be 0, got {self.label_smoothing_factor}. Smoothed labels have no "
+                "likelihood; pass the trainer a `compute_loss_func` with a likelihood of your own."
+            )
+        if self.fp16_full_eval or self.bf16_full_eval:
+            wanted = "fp16_full_eval" if self.fp16_full_eval else "bf16_full_eval"
+            raise ValueError(
+                f"{wanted}: 16-bit weights are too coarse for what is learned; use `bf16` or `fp16` autocast."
+            )
+        if any(kind in self.optim for kind in _FUSED_BACKWARD_OPTIMIZERS):
+            raise ValueError(
+                f"optim: {self.optim.value} updates the weights inside the backward pass, before the prior's gradient "
+                'is there; use "sgd" or "adamw_torch".'
+            )
 
 
 def positive_number(name: str, value: float | str, or_else: str = "") -> float:

@@ -1,11 +1,14 @@
-"""Rows of a dataset: their labels, and subsets in which classes are balanced."""
+"""Rows of a dataset: their labels, subsets in which classes are balanced, batches as equal as can be."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import datasets
 import torch
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
 
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "class")
 
@@ -32,10 +35,39 @@ def column_of(dataset: datasets.Dataset, name: str) -> list:
 
 
 def column_of_labels(dataset: Any) -> list[int] | None:
-    """The labels of a `datasets.Dataset` or `CachedImages`, without decoding images; `None` if they cannot be told."""
+    """The labels of a `datasets.Dataset`, or the list `labels` of another; `None` if they cannot be told."""
     if isinstance(dataset, datasets.Dataset):
         for name in LABEL_COLUMNS:
             if name in dataset.column_names:
                 return column_of(dataset, name)
     labels = getattr(dataset, "labels", None)
     return labels if isinstance(labels, list) else None
+
+
+def in_equal_batches(
+    loader: DataLoader, batch_size: int, indices: Sequence[int] | None = None, num_batches: int | None = None
+) -> DataLoader:
+    """The rows of a loader again, or some of them: in order, all on each process, in batches as equal as can be.
+
+    Batch norm has no statistics of a single example left over, and no example may be left out.
+
+    Args:
+        loader: of `Trainer`, which has the dataset without the columns that the model does not take, and the collator.
+        batch_size: no batch is larger.
+        indices: which rows; default is all.
+        num_batches: make so many instead.
+
+    Example:
+        >>> loader = DataLoader(range(5), batch_size=2)
+        >>> [batch.tolist() for batch in in_equal_batches(loader, batch_size=3)]
+        [[0, 1, 2], [3, 4]]
+    """
+    if not has_length(loader.dataset):
+        batching = {"batch_size": batch_size}
+    else:
+        rows = torch.arange(len(loader.dataset)) if indices is None else torch.tensor(indices)
+        parts = rows.tensor_split(num_batches or math.ceil(len(rows) / batch_size))
+        batching = {"batch_sampler": [part.tolist() for part in parts]}
+    return DataLoader(
+        loader.dataset, **batching, collate_fn=loader.collate_fn, num_workers=loader.num_workers, pin_memory=False
+    )

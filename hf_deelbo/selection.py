@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from .callbacks import examples_of_a_step
 from .config import check_count
+from .sharing.checkpoints import newest_whole
 from .sharing.files import ResultsFile, as_json
 from .trainer import DEELBoTrainer
 
@@ -253,7 +253,7 @@ class _Session:
         if self._last is not None and self._last[0] == learning_rate:
             return self._last[1]
         trainer = self._new_trainer(learning_rate)
-        trainer.load_checkpoint(get_last_checkpoint(trainer.args.output_dir))
+        trainer.load_checkpoint(newest_whole(trainer.args.output_dir))
         return trainer
 
     def runs(self) -> float:
@@ -278,7 +278,7 @@ class _Session:
 
     def _train_and_measure(self, trainer: DEELBoTrainer, steps: int) -> float:
         trainer.add_callback(_StopAt(steps))
-        checkpoint = get_last_checkpoint(trainer.args.output_dir) if os.path.isdir(trainer.args.output_dir) else None
+        checkpoint = newest_whole(trainer.args.output_dir)
         try:
             if checkpoint is not None and int(checkpoint.rsplit("-", 1)[-1]) >= steps:  # killed before J was noted
                 trainer.load_checkpoint(checkpoint)

@@ -13,8 +13,6 @@ from typing import Any
 
 _STAGING = ".saving-"
 _COMPLETE = ".saved"
-# where a trainer writes a checkpoint until it is whole
-CHECKPOINT_IN_WORK = f"{_STAGING}checkpoint"
 # what is worked with in a folder; no part of what it holds
 WORKING_FOLDERS = (f"{_STAGING}*", _COMPLETE)
 
@@ -108,40 +106,6 @@ def finish_interrupted(folder: str | os.PathLike) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
     shutil.rmtree(complete)
-
-
-def put_in_place(new: str | os.PathLike, folder: str | os.PathLike) -> None:
-    """Rename the folder `new` to `folder`, at once, in place of one that was there.
-
-    Example:
-        >>> parent = Path(tempfile.mkdtemp())
-        >>> (parent / "new").mkdir()
-        >>> put_in_place(parent / "new", parent / "folder")
-        >>> os.listdir(parent)
-        ['folder']
-    """
-    new, folder = Path(new), Path(folder)
-    old = new.with_name(f"{new.name}.old")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def remove_at_once(folder: str | os.PathLike) -> None:
-    """Remove a folder so that a crash leaves it whole, or not under its name.
-
-    Example:
-        >>> folder = Path(tempfile.mkdtemp()) / "folder"
-        >>> folder.mkdir()
-        >>> remove_at_once(folder)
-        >>> os.listdir(folder.parent)
-        []
-    """
-    folder = Path(folder)
-    going = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_STAGING))
-    os.replace(folder, going / folder.name)
-    shutil.rmtree(going)
 
 
 def sha256_of(path: str | os.PathLike) -> str:
