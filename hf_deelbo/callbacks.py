@@ -32,13 +32,14 @@ class PriorVarianceCallback(TrainerCallback):
     ) -> None:
         """A new training."""
         self.trainer.training_nll.restart()
+        self._examples_of_a_step = examples_of_a_step(args)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """sigma*, lambda* and tau* at the w_bar that the step starts from."""
         posterior = self.trainer.posterior
-        epochs = (state.global_step + 1) * examples_of_a_step(args) / posterior.num_examples
+        epochs = (state.global_step + 1) * self._examples_of_a_step / posterior.num_examples
         posterior.kl_annealing = kl_annealing(epochs, args.kl_warmup_epochs)
         posterior.update_variances(sigma_growth(state.global_step / state.max_steps))
 

@@ -29,18 +29,17 @@ from .weights.blocks import (
     add_scaled_,
     blocks_of,
     draw_sample,
-    gradients_of,
     on_all_cores,
     parameters_by_name,
     point_to,
     total,
-    values_of,
 )
 from .weights.parameters import in_eval_mode
 from .weights.shards import check_sharding, class_of, is_sharded, reshard
 
 # sigma^2 falls to a quarter at most from one step to the next; up to this sigma, which does no harm, it grows at once
 MOST_FALL, HARMLESS_SIGMA = 4.0, 1e-3
+HOLDS_SAMPLE = "the model holds a weight sample; leave `with sampled(...)` first."
 
 
 class KL(NamedTuple):
@@ -119,6 +118,7 @@ class Posterior:
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.grouping, self.sigma_update = grouping, sigma_update
         self.groups = groups_of(shapes, self._head_names, grouping, whole_backbone=not self.prior.separable)
+        self._num_backbone = sum(not group.in_head for group in self.groups)  # groups of it, which come first
         names = [[group.parameters for group in self.groups if group.in_head == in_head] for in_head in (False, True)]
         self.prior = self.prior.grouped(names[0], self.backbone)
         self.head_prior = self.head_prior.grouped(names[1], self.head)
@@ -131,7 +131,7 @@ class Posterior:
         device = next(iter(parameters.values())).device
         shape = () if grouping == "all" else (len(self.groups),)
         sigma = torch.full(shape, init_sigma, dtype=wide_dtype(device), device=device)
-        self.rho = nn.Parameter(_inverse_of_softplus(sigma))
+        self.rho = nn.Parameter(torch.log(torch.expm1(sigma)))  # the inverse of softplus
         self.curvature = Curvature(like=self.rho) if sigma_update == "closed-form" else None
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
@@ -148,7 +148,9 @@ class Posterior:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
-        return values_of(self._find_parameters())
+        if self._is_sharded:
+            reshard(self.model)
+        return {name: parameter.detach() for name, parameter in parameters_by_name(self.model).items()}
 
     @property
     def backbone(self) -> dict[str, torch.Tensor]:
@@ -197,8 +199,9 @@ class Posterior:
 
     def by_part(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A number of each of `groups`, as views of the backbone's and the head's, in the shapes of their priors."""
-        parts = zip(self._cut(numbers), (self.prior, self.head_prior), strict=True)
-        return tuple(part.reshape(prior.trace_inverse.shape) for part, prior in parts)
+        parts = numbers[: self._num_backbone], numbers[self._num_backbone :]
+        priors = self.prior, self.head_prior
+        return tuple(part.reshape(prior.trace_inverse.shape) for part, prior in zip(parts, priors, strict=True))
 
     @property
     def kl_weight(self) -> float:
@@ -218,60 +221,55 @@ class Posterior:
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update_variances(self, growth: float = math.inf) -> None:
-        """Set sigma, as far as the steps so far have told, and then lambda and tau, all in closed form.
+    def update_variances(self, growth: float = math.inf, with_sigma: bool = True) -> None:
+        """Set sigma, as far as the steps so far have told, lambda and tau to the maximum of J at the present means.
 
-        Where the optimiser learns rho, sigma is left to it. What was computed at earlier means is forgotten.
+            sigma*^2 (sigma*^2 + d2) = c d2 / T                              `objective.optimal_posterior_variance`
+            lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) ] / D_w
+            tau*    = sigma^2 + |V_bar|^2 / D_V
+
+        each over the weights of a group, and note the KL there. Where the optimiser learns rho, sigma is left to it.
+        What was computed at earlier means, J and batch-norm statistics, is forgotten with the earlier sigma.
 
         Args:
             growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; by default it goes to its optimum at once.
+            with_sigma: if false, only lambda and tau are set, see `update_prior_variances`.
         """
-        self.forget_evaluations()
-        distances = self._distances()
-        if self.curvature is not None:
-            self._update_sigma(distances, growth)
-        self._update_prior_variances(distances)
-
-    @torch.no_grad()
-    def update_prior_variances(self) -> None:
-        """Set lambda and tau to the maximum of J at the present means and sigma, and note the KL there.
-
-        lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) ] / D_w
-        tau*    = sigma^2 + |V_bar|^2 / D_V
-
-        each over the weights of a group.
-        """
-        self._update_prior_variances(self._distances())
-
-    def _distances(self) -> torch.Tensor:
-        """(mu_p - w_bar)^T Sigma_p^-1 (mu_p - w_bar) of each group."""
-        self._forbid_while_sampled("update_prior_variances")
+        if self.is_sampled:
+            raise RuntimeError(f"update_variances: {HOLDS_SAMPLE}")
         self._last_drawn = None  # the means have moved
-        weights = self.parameters()
+        weights, sizes = self.parameters(), self._sizes
         if weights.keys() != self._names:
             changed = next(iter(weights.keys() ^ self._names))
             raise RuntimeError(
                 f"model: {changed!r} was frozen or unfrozen after the posterior was made. Do so before, or make a "
                 "new trainer."
             )
-        return torch.cat([prior.mahalanobis(weights).reshape(-1) for prior in (self.prior, self.head_prior)])
+        distances = torch.cat([prior.mahalanobis(weights).reshape(-1) for prior in (self.prior, self.head_prior)])
 
-    def _update_sigma(self, distances: torch.Tensor, growth: float) -> None:
-        """sigma* of each group, or of all of them together; where nothing is known yet it stays."""
-        curvature, distance, weight = self.curvature.mean(), distances / self._traces, self.kl_weight * self._sizes
-        best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
-        variance, present = best(curvature, distance, weight), softplus(self.rho.detach()) ** 2
-        variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
-        if growth < math.inf:
-            most = (present * (1 + growth)).clamp(min=HARMLESS_SIGMA**2)
-            variance = variance.clamp(present / MOST_FALL, most)
-        self.rho.data.copy_(_inverse_of_softplus(variance.sqrt()))
+        if with_sigma:
+            self.sample_statistics.clear()
+            self.de_elbo = None
+        if with_sigma and self.curvature is not None:
+            # of each group, or of all of them together; where nothing is known yet it stays
+            best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
+            variance = best(self.curvature.mean(), distances / self._traces, self.kl_weight * sizes)
+            present = softplus(self.rho.detach()) ** 2
+            variance = torch.where(torch.isfinite(variance) & (variance > 0), variance, present)
+            if growth < math.inf:
+                most = (present * (1 + growth)).clamp(min=HARMLESS_SIGMA**2)
+                variance = variance.clamp(present / MOST_FALL, most)
+            self.rho.data.copy_(torch.log(torch.expm1(variance.sqrt())))
 
-    def _update_prior_variances(self, distances: torch.Tensor) -> None:
-        numbers = {"mahalanobis": distances, "trace_inverse": self._traces, "num_parameters": self._sizes}
-        self.prior_variances = optimal_variance(self.sigmas, **numbers)
-        kl = gaussian_kl(self.sigmas, self.prior_variances, log_det=self._log_dets, **numbers)
-        self.kl = KL(*(part.sum() for part in self._cut(kl)))
+        numbers = {"mahalanobis": distances, "trace_inverse": self._traces, "num_parameters": sizes}
+        sigmas = self.sigmas
+        self.prior_variances = optimal_variance(sigmas, **numbers)
+        kl = gaussian_kl(sigmas, self.prior_variances, log_det=self._log_dets, **numbers)
+        self.kl = KL(kl[: self._num_backbone].sum(), kl[self._num_backbone :].sum())
+
+    def update_prior_variances(self) -> None:
+        """Set lambda and tau to the maximum of J at the present means and sigma, and note the KL there."""
+        self.update_variances(with_sigma=False)
 
     @contextmanager
     def sampled(self, *key: int, on_cpu: bool = False, reuse: bool = False) -> Iterator[None]:
@@ -287,9 +285,12 @@ class Posterior:
             reuse: take the last sample again, if it was of the same key and neither `update_prior_variances` nor
                 `complete_gradients` was called since. The means must not have moved since then.
         """
-        self._forbid_while_sampled("sampled")
-        parameters, sigmas = self._find_parameters(), self.sigmas
-        weights = values_of(parameters)
+        if self.is_sampled:
+            raise RuntimeError(f"sampled: {HOLDS_SAMPLE}")
+        if self._is_sharded:
+            reshard(self.model)
+        parameters, sigmas = parameters_by_name(self.model), self.sigmas
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._make_room(weights)
         self._sampled = parameters
         if self._is_sharded:  # FSDP2 keeps its weights where they are
@@ -337,9 +338,14 @@ class Posterior:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         self._last_drawn = None  # it is spent
         if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
-            self._sampled = self._find_parameters()
-            self._sample = values_of(self._sampled)
-        gradients, kl_weight = gradients_of(self._sampled), loss_scale * self.kl_weight
+            reshard(self.model)
+            self._sampled = parameters_by_name(self.model)
+            self._sample = self.parameters()
+        for parameter in self._sampled.values():
+            if parameter.grad is None:  # the loss does not reach it, but the prior pulls there too
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = {name: parameter.grad for name, parameter in self._sampled.items()}
+        kl_weight = loss_scale * self.kl_weight
         pulls = kl_weight / self.prior_variances
         # Sigma_p^-1 (w_bar - mu_p) of a block of the backbone, and of one of the head
         towards_prior = [prior.precision_product(self._means) for prior in (self.prior, self.head_prior)]
@@ -355,13 +361,14 @@ class Posterior:
 
         groups, zeros = [block.group for block in self._blocks], pulls.new_zeros(len(pulls), 2)
         products, squared_norms = total(on_all_cores(complete, self._blocks), self._means, zeros, groups).T
+        shape = self.rho.shape  # of one sigma, to which all groups add up, or of one for each
         if self.curvature is not None:
-            sums = (self._by_sigma(products) / loss_scale, self._by_sigma(squared_norms) / loss_scale**2)
+            sums = (products.sum_to_size(shape) / loss_scale, squared_norms.sum_to_size(shape) / loss_scale**2)
             self.curvature.add(*sums, softplus(self.rho.detach()) ** 2)
         else:
             numbers = {"trace_inverse": self._traces, "num_parameters": self._sizes}
             kl_gradients = kl_gradient_of_sigma(self.sigmas, self.prior_variances, **numbers)
-            gradient = self._by_sigma(products / self.sigmas + kl_weight * kl_gradients)
+            gradient = (products / self.sigmas + kl_weight * kl_gradients).sum_to_size(shape)
             self.rho.grad = gradient * torch.sigmoid(self.rho)
         self._take_back_sample()
         return products.sum()
@@ -392,11 +399,6 @@ class Posterior:
                     self.sample_statistics[seed] = compute_statistics(
                         self.model, batches, lambda batch: self.model(**batch)
                     )
-
-    def forget_evaluations(self) -> None:
-        """Drop what was computed at means that have moved since: batch-norm statistics and J."""
-        self.sample_statistics.clear()
-        self.de_elbo = None
 
     @torch.no_grad()
     def predict_proba(self, inputs: Mapping[str, Any], num_samples: int = 0) -> torch.Tensor:
@@ -491,7 +493,8 @@ class Posterior:
             own[name].copy_(state[name])
         self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
         self._describe_groups()
-        self.forget_evaluations()
+        self.sample_statistics.clear()
+        self.de_elbo = None
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
 
@@ -505,15 +508,6 @@ class Posterior:
         self._sizes, self._traces = of_priors("group_sizes"), of_priors("trace_inverse")
         self._log_dets = of_priors("log_det")
 
-    def _cut(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of the backbone's groups, and those of the head's."""
-        num_backbone = sum(not group.in_head for group in self.groups)
-        return numbers[:num_backbone], numbers[num_backbone:]
-
-    def _by_sigma(self, terms: torch.Tensor) -> torch.Tensor:
-        """A term of each group, added up over those that share a sigma."""
-        return terms.sum() if self.rho.dim() == 0 else terms
-
     def _resolve_kappa(self, kappa: float | str) -> float | None:
         if kappa == "auto":
             return default_kappa(self.num_parameters, self.num_examples) if self.num_examples else None
@@ -521,17 +515,12 @@ class Posterior:
             raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
         return float(kappa)
 
-    def _find_parameters(self) -> dict[str, nn.Parameter]:
-        if self._is_sharded:
-            reshard(self.model)
-        return parameters_by_name(self.model)
-
     def _make_room(self, weights: Tensors) -> None:
         """Allocate memory for a second set of weights once; it is used again by every sample."""
-        room = self._room
-        if any(name not in room or not _same_kind(room[name], tensor) for name, tensor in weights.items()):
+        present = [(w.shape, w.stride(), w.dtype, w.device) for w in self._room.values()]
+        if present != [(w.shape, w.stride(), w.dtype, w.device) for w in weights.values()]:
             with torch.inference_mode(False):  # training may use it after a prediction in that mode
-                self._room = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+                self._room = {name: torch.empty_like(w) for name, w in weights.items()}
             self._last_drawn = None
 
     def _copy(self, source: Tensors, target: Tensors) -> None:
@@ -545,20 +534,12 @@ class Posterior:
             point_to(self._means, self._sampled)
         self.is_sampled, self._sampled, self._means, self._sample = False, {}, {}, {}
 
-    def _forbid_while_sampled(self, what: str) -> None:
-        if self.is_sampled:
-            raise RuntimeError(f"{what}: the model holds a weight sample; leave `with sampled(...)` first.")
-
 
 def _mean(values: torch.Tensor, sizes: int | torch.Tensor) -> torch.Tensor:
     """Over all weights of groups of these sizes; 1 if there is no group."""
     if values.dim() == 0:
         return values
     return (values * sizes).sum() / sizes.sum() if len(values) else values.new_ones(())
-
-
-def _inverse_of_softplus(sigma: torch.Tensor) -> torch.Tensor:
-    return torch.log(torch.expm1(sigma))
 
 
 def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
@@ -574,10 +555,6 @@ def _check_parameters(parameters: Tensors, head_names: frozenset[str]) -> None:
     unknown = sorted(head_names - parameters.keys())
     if unknown:
         raise ValueError(f"head_names: {unknown[0]!r} is not a trainable parameter of the model.")
-
-
-def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
 
 
 def _check_count(argument: str, value: int) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from conftest import make_dataset, make_model
 from torch import nn
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo.sharing.checkpoints import LIST_FILE, newest_whole
 
 # a sigma for each layer in closed form, by AdamW, and the paper's way
 CONFIGS = {
@@ -24,6 +24,7 @@ CONFIGS = {
     "paper": partial(DEELBoConfig.paper, init_sigma=0.05, learning_rate=0.1),
 }
 FILES_OF_CHECKPOINT = {
+    LIST_FILE,
     "config.json",
     "model.safetensors",
     "optimizer.pt",
@@ -60,8 +61,7 @@ def train(make_config: Callable[..., DEELBoConfig], folder: Path) -> None:
     trainer = DEELBoTrainer(
         model, args, train_dataset=make_dataset("vit"), eval_dataset=make_dataset("vit", 4, seed=2)
     )
-    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=newest_whole(args.output_dir))
     momentum = list(trainer.optimizer.state.values())
     best = os.path.basename(trainer.state.best_model_checkpoint)
     learned = (model.state_dict(), trainer.posterior.state_dict(), momentum, best, trainer.state.best_metric)
@@ -153,9 +153,8 @@ def assert_equal_to_the_bit(one, other) -> None:
 
 
 def assert_resumes(folder: Path, whole: dict) -> None:
-    if checkpoints := list((folder / "run").glob("checkpoint-*")):
-        newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
-        assert {path.name for path in newest.iterdir()} == FILES_OF_CHECKPOINT
+    if newest := newest_whole(folder / "run"):
+        assert set(os.listdir(newest)) == FILES_OF_CHECKPOINT
     assert signal_that_ended(started(lambda: whole["train_in"](folder))) == 0
     assert_equal_to_the_bit(torch.load(folder / "learned.pt"), whole["learned"])
 

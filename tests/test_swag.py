@@ -12,8 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_deelbo import DEELBoTrainer
-from hf_deelbo.callbacks import SWAG_FILE, SWAGCallback
-from hf_deelbo.swag import SWAGMoments
+from hf_deelbo.swag import SWAG_FILE, SWAGCallback, SWAGMoments
 from hf_deelbo.weights.parameters import head_parameter_names
 
 SHAPES = {"conv.weight": (4, 2, 3), "conv.bias": (4,), "scale": ()}

@@ -22,10 +22,9 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
-from hf_deelbo.weights.blocks import parameters_by_name
+from hf_deelbo.sharing.checkpoints import seal
 
 
 class StopAt(TrainerCallback):
@@ -157,18 +156,6 @@ class TestOneStepIsPlainAutograd:
     def test_all_batches_of_a_step_have_one_sample(self, make_trainer, drawn_keys):
         make_trainer(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=3, seed=5).train()
         assert drawn_keys == [(5, 0), (5, 1)]
-
-    def test_a_step_looks_its_parameters_up_once(self, make_trainer, monkeypatch):
-        calls = []
-
-        def count(model: nn.Module) -> dict[str, nn.Parameter]:
-            calls.append(model)
-            return parameters_by_name(model)
-
-        trainer = make_trainer(max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=3)
-        monkeypatch.setattr("hf_deelbo.posterior.parameters_by_name", count)
-        trainer.train()
-        assert len(calls) == 4 + 1  # the last one is for lambda and tau of what was learned
 
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_the_host_waits_for_a_gpu_as_often_as_for_the_plain_trainer_and_once_more_for_the_loss(self, make_trainer):
@@ -523,41 +510,37 @@ class TestResume:
         best = AutoModelForImageClassification.from_pretrained(trainer.state.best_model_checkpoint)
         assert_same(snapshot(best), snapshot(trainer.model))
 
-    def test_killed_while_it_removes_the_last_checkpoint_the_best_is_left(self, make_trainer, tmp_path, monkeypatch):
-        trainer = make_trainer(
-            max_steps=4,
-            save_strategy="steps",
-            save_steps=1,
-            save_total_limit=1,
-            eval_strategy="steps",
-            eval_steps=1,
-            metric_for_best_model="loss",
-            output_dir=str(tmp_path),
-            trainer={"eval_dataset": make_dataset("vit", 6)},
-        )
-        losses = iter([3.0, 1.0, 2.0, 4.0])
-        evaluate = trainer.evaluate
-        trainer.evaluate = lambda *a, **k: evaluate(*a, **k) | {"eval_loss": next(losses)}
-        finalize = trainer._finalize_training
+    def test_a_checkpoint_that_is_not_whole_is_passed_over(self, make_trainer, tmp_path, snapshot, assert_same):
+        settings = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
+        whole = make_trainer(**settings)
+        whole.train()
+        names = sorted(os.listdir(tmp_path / "run" / "checkpoint-3"))
+        assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} < set(names)
+        for number, name in enumerate(names):
+            folder = tmp_path / str(number)
+            shutil.copytree(tmp_path / "run", folder, ignore=shutil.ignore_patterns("checkpoint-4"))
+            file = folder / "checkpoint-3" / name
+            if number % 2:
+                file.unlink()
+            else:  # damaged, in its last byte
+                content = file.read_bytes()
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            resumed = make_trainer(model=make_model("vit", seed=5), **(settings | {"output_dir": str(folder)}))
+            with pytest.raises(ValueError, match=re.escape(str(folder / "checkpoint-3"))):
+                resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+            resumed.train(resume_from_checkpoint=True)
+            assert_same(snapshot(whole.model), snapshot(resumed.model))
 
-        def be_killed(*args, **kwargs):
-            raise KeyboardInterrupt
-
-        def finalize_until_something_is_removed(*args):
-            assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-            monkeypatch.setattr(shutil, "rmtree", be_killed)
-            return finalize(*args)
-
-        trainer._finalize_training = finalize_until_something_is_removed
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        assert trainer.state.best_model_checkpoint == get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    def test_without_a_whole_checkpoint_it_says_so(self, make_trainer, tmp_path):
+        with pytest.raises(ValueError, match="resume_from_checkpoint: there is no whole checkpoint in"):
+            make_trainer(output_dir=str(tmp_path)).train(resume_from_checkpoint=True)
 
     def test_a_checkpoint_of_a_plain_trainer_is_refused(self, make_trainer, tmp_path):
         trainer = make_trainer(save_strategy="steps", save_steps=4, output_dir=str(tmp_path))
         trainer.train()
         for name in ("posterior.safetensors", "posterior_config.json"):
             os.remove(tmp_path / "checkpoint-4" / name)
+        seal(tmp_path / "checkpoint-4")
         with pytest.raises(ValueError, match="no saved posterior"):
             make_trainer(output_dir=str(tmp_path)).train(resume_from_checkpoint=True)
 
@@ -590,7 +573,7 @@ class TestCompany:
 
     def test_weight_decay_in_their_optimizer_is_ignored_with_a_warning(self, make_trainer, monkeypatch):
         messages, learned = [], []
-        monkeypatch.setattr("hf_deelbo.fine_tuning.logger.warning", messages.append)
+        monkeypatch.setattr("hf_deelbo.trainer.logger.warning", messages.append)
         for weight_decay in (0.0, 0.3):
             model = make_model("vit")
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)

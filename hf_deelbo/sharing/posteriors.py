@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from ..posterior import Posterior
+from ..posterior import HOLDS_SAMPLE, Posterior
 from ..weights.parameters import has_adapters
 from ..weights.shards import is_first_process
 from .cards import PosteriorCardData, save_card
@@ -49,7 +49,8 @@ class GaussianPosterior(Posterior, Shareable):
             GaussianPosterior.from_pretrained("posterior").predict_proba(image_processor(image, return_tensors="pt"))
             ```
         """
-        self._forbid_while_sampled("save_pretrained")
+        if self.is_sampled:
+            raise RuntimeError(f"save_pretrained: {HOLDS_SAMPLE}")
         if reason := why_not_loadable(self.model):
             raise ValueError(f"save_pretrained: {reason}.")
         with self.new_files_of(folder) as new:

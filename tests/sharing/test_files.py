@@ -9,7 +9,6 @@ import pytest
 from hf_deelbo.sharing import files
 from hf_deelbo.sharing.files import (
     finish_interrupted,
-    put_in_place,
     replaced_together,
     sha256_of,
     write_json,
@@ -87,14 +86,6 @@ def test_killed_at_any_moment_it_is_the_old_or_the_new(tmp_path):
         outcomes.append(contents(folder))
     old, new = dict.fromkeys("abc", "old"), dict.fromkeys("abc", "new")
     assert outcomes == [old, new, new, new, new]
-
-
-def test_put_in_place_leaves_nothing_of_the_old_folder(tmp_path):
-    for name, file in (("folder", "old"), ("new", "a")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(file)
-    put_in_place(tmp_path / "new", tmp_path / "folder")
-    assert contents(tmp_path) == {"folder/a": "a"}
 
 
 def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):

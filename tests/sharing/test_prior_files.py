@@ -140,6 +140,6 @@ def test_a_prior_elsewhere_than_the_model_is_warned_of(make_trainer, tmp_path, m
         swag.moments.collect(make_trainer("vit", model=make_model("vit", seed)).posterior.backbone)
     swag.prior().save_pretrained(tmp_path / "prior")
     warnings = []
-    monkeypatch.setattr("hf_deelbo.fine_tuning.logger.warning", warnings.append)
+    monkeypatch.setattr("hf_deelbo.sharing.priors.logger.warning", warnings.append)
     make_trainer("vit", prior="ptyl", prior_name_or_path=str(tmp_path / "prior"))
     assert "does not start at the prior's mean" in warnings[0]
