@@ -299,7 +299,6 @@ class TestTrainer:
         assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(in_train_mode, rel=1e-5)
         assert abs(in_train_mode - running) > 1e-3
         assert_same(before, snapshot(trainer.model))
-        assert not trainer.model.training
 
     def test_statistics_come_from_the_set_without_augmentation(self, make_map_trainer):
         other = [e | {"pixel_values": 3 * e["pixel_values"]} for e in make_dataset("resnet")]
@@ -308,6 +307,7 @@ class TestTrainer:
         with torch.no_grad():
             expected = copy.deepcopy(trainer.model).train()(**collate(other)).loss.item()
         assert trainer.evaluate(other)["eval_loss"] == pytest.approx(expected, rel=1e-5)
+        assert not trainer.model.training
 
     def test_a_batch_larger_than_the_training_set_is_the_training_set(self, make_map_trainer):
         trainer = make_map_trainer(per_device_train_batch_size=128)

@@ -23,8 +23,11 @@ from lab.searches import (
     train_validation_split,
 )
 from lab.studies import read_lines
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.trial import TrialState
 from torch import nn
 
+COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
 RESULTS = Path(__file__).parents[2] / "examples" / "results"
 
 
@@ -147,6 +150,12 @@ class Scripted:
         )
 
 
+def states_of(folder: Path) -> set[TrialState]:
+    """What Optuna says of the trials of a search."""
+    storage = JournalStorage(JournalFileBackend(str(folder / "search.log")))
+    return {trial.state for trial in optuna.load_study(study_name=None, storage=storage).trials}
+
+
 class TestChoice:
     def test_the_lowest_validation_nll_is_trained_again_on_all(self, tmp_path):
         task = Scripted(dict(zip(SETTINGS, [0.9, 0.5, 0.7, 0.6], strict=True)))
@@ -224,6 +233,7 @@ class TestChoice:
         assert trainer.setting == result.best
         assert run(task.make_trainer, "killed")[1] == result  # to the second
         assert len(task.trained) == 5
+        assert states_of(tmp_path / "killed") == {COMPLETE, FAIL} if killed_at < 5 else {COMPLETE}
 
     def test_killed_before_a_setting_begins(self, tmp_path, monkeypatch):
         """When Optuna has the next setting, but the study does not tell yet that it is tried."""
@@ -244,6 +254,7 @@ class TestChoice:
         _, result = grid_search(task.make_trainer, SETTINGS, tmp_path, LABELS)
         assert task.trained == [*SETTINGS, SETTINGS[1]]
         assert [trial.setting for trial in result.trials] == SETTINGS
+        assert states_of(tmp_path) == {COMPLETE, FAIL}
 
     def test_tpe_learns_where_to_look(self, tmp_path):
         """Its later proposals are nearer to the optimum than its first ten, which are random; one diverged."""
