@@ -279,7 +279,6 @@ class MAPTrainer(Trainer):
         return torch.stack(norms)
 
     def _raise_non_finite(self, loss: torch.Tensor) -> None:
-        self.model.zero_grad()
         backbone, head = self._last_penalty
         raise FloatingPointError(
             f"Step {self.state.global_step + 1}: the loss ({float(loss):.4g}) or its gradient is not finite, with "

@@ -357,6 +357,10 @@ class TestConfig:
         inherited = {f for f in TrainingArguments.__dataclass_fields__ if not f.startswith("_")}
         assert {f: getattr(ours, f) for f in inherited} == {f: getattr(theirs, f) for f in inherited}
 
+    def test_momentum_is_of_the_papers_optimiser(self):
+        assert MAPConfig.paper("outputs", use_cpu=True).optim_args == "momentum=0.9,nesterov=True"
+        assert MAPConfig.paper("outputs", use_cpu=True, optim="adamw_torch").optim_args is None
+
     def test_weight_decay_is_ignored_with_a_warning_that_says_what_decays(self, make_map_config, monkeypatch):
         messages = []
         monkeypatch.setattr("lab.map.logger.warning", messages.append)
