@@ -7,14 +7,14 @@
 
 The options are those of transformers' image-classification example where it has one, all of `TrainingArguments`, and
 the method's own (`DEELBoConfig`). `--help` lists them. Where they are not given, images are learned by SGD as in the
-paper, and texts by AdamW as is usual for transformers (`DEFAULTS` in `hf_deelbo/runs.py`).
+paper, and texts by AdamW as is usual for transformers (`DEFAULTS` in `lab/tasks.py`).
 """
 
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lab.baselines import LEARNING_RATES
+from lab.searches import LEARNING_RATES
 from lab.tasks import (
     Arguments,
     DataArguments,

@@ -1,9 +1,9 @@
 """What the DE ELBo saves you: MAP estimation, with learning rate and penalties searched on held-out data.
 
-    accelerate launch examples/run_grid_search.py                   # embedded data and model, a small grid, no network
-    accelerate launch examples/run_grid_search.py --preset paper --dataset_name cifar10 --train_size 1000 \
+    python examples/run_grid_search.py                              # embedded data and model, a small grid, no network
+    python examples/run_grid_search.py --preset paper --dataset_name cifar10 --train_size 1000 \
         --model_name_or_path microsoft/resnet-50                    # the paper's grid of 24, and a run on all data
-    accelerate launch examples/run_grid_search.py --search tpe --num_trials 24 --dataset_name cifar10 --train_size 100
+    python examples/run_grid_search.py --search tpe --num_trials 24 --dataset_name cifar10 --train_size 100
 
 The sibling of `run_deelbo.py`, with the same options for model, data and training (`MAPConfig`). `--help` lists them.
 """
@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from lab.baselines import (
+from lab.map import MAPConfig, MAPTrainer
+from lab.searches import (
     LAMBDAS,
     LEARNING_RATES,
     PENALTIES_OVER_N,
-    MAPConfig,
-    MAPTrainer,
     SearchResult,
     grid,
     grid_search,
@@ -113,13 +112,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"\nStopped. What was tried so far is in {run.folder}; the same command goes on from there.")
         sys.exit(130)
-    if trainer.is_world_process_zero():
-        probabilities = {f"{name} batch-norm statistics": output["probabilities"] for name, output in tests.items()}
-        figure = plot_reliability(probabilities, tests["running"]["labels"])
-        save_figure(figure, run.folder / "figures" / "reliability")
-        metrics = {name: output["metrics"] for name, output in tests.items()}
-        write_json(run.folder / "metrics.json", numbers(run, result, metrics))
-        print(table(run, result, metrics))
+    probabilities = {f"{name} batch-norm statistics": output["probabilities"] for name, output in tests.items()}
+    figure = plot_reliability(probabilities, tests["running"]["labels"])
+    save_figure(figure, run.folder / "figures" / "reliability")
+    metrics = {name: output["metrics"] for name, output in tests.items()}
+    write_json(run.folder / "metrics.json", numbers(run, result, metrics))
+    print(table(run, result, metrics))
 
 
 def test(trainer: MAPTrainer, recompute_batch_norm: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lab.baselines import MAPConfig, MAPTrainer
+from lab.map import MAPConfig, MAPTrainer
 from lab.tasks import (
     DataArguments,
     ModelArguments,
@@ -101,7 +101,7 @@ def main() -> None:
                 num_collections=swag.moments.num_collected,
                 eps=prior.eps,
                 metrics=metrics,
-                training=trainer.training_settings() | {"classes": task.class_names},
+                training=training_settings(trainer) | {"classes": task.class_names},
                 preprocessing=task.preprocessing,
                 versions=library_versions(),
                 license=options.license,
@@ -113,6 +113,20 @@ def main() -> None:
         print(table(folder, task, numbers))
         if config.push_to_hub:
             run.push("prior", commit_message="Prior learned by run_swag.py")
+
+
+def training_settings(trainer: MAPTrainer) -> dict[str, Any]:
+    """How it was trained, by name, for the card."""
+    args = trainer.args
+    return {
+        "learning rate": args.learning_rate,
+        "steps": trainer.state.global_step,
+        "batch size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "optimizer": f"{args.optim.value} ({args.optim_args})" if args.optim_args else args.optim.value,
+        "schedule": args.lr_scheduler_type.value,
+        "gradient norm clipped at": args.max_grad_norm,
+        "seed": args.seed,
+    }
 
 
 def summary(prior: LowRankPrior, swag: SWAGCallback, metrics: dict[str, float]) -> dict[str, Any]:

@@ -37,12 +37,7 @@ import torch
 from lab.backbones import EMBEDDED_MODEL
 from lab.data import EMBEDDED_DATASET
 from lab.reports import markdown_table
-from lab.studies import (
-    _commit,
-    machine,
-    read_lines,
-    write_line,
-)
+from lab.studies import commit, machine, read_lines, write_line
 from lab.tasks import DataArguments, ModelArguments, Task
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -166,7 +161,7 @@ def carry_out(config: dict[str, Any], options: argparse.Namespace) -> dict[str, 
         trainer.remove_callback(PrinterCallback)
         seconds = trainer.train().metrics["train_runtime"]
         about = {"id": id_of(config), "config": config, "date": time.strftime("%Y-%m-%d", time.gmtime())}
-        about |= {"commit": _commit(), "machine": machine(), "seconds": seconds, "history": history(trainer)}
+        about |= {"commit": commit(), "machine": machine(), "seconds": seconds, "history": history(trainer)}
         about |= learned(trainer) if config["trainer"] == "deelbo" else {}
         return as_json(about | {"test": tests(trainer, task)})
 

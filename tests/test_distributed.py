@@ -23,7 +23,7 @@ SETTINGS = [
     *(f"{sigma}/float64/{accumulation}" for sigma in ("deelbo", "layers") for accumulation in (1, 2, 4)),
     *("sharded-l2-sp/float64/2", "sharded-l2-sp/float32/1", "sharded-l2-zero/float64/1", "sharded-ptyl/float64/1"),
     "sharded-layers/float64/1",
-    *("deelbo/float32/2", "map/float64/2"),
+    *("map/float64/2", "deelbo/float32/2"),
 ]
 # what is not the same on each process
 OF_A_PROCESS = ("num_processes", "num_rows_here")

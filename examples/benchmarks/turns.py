@@ -20,7 +20,7 @@ from transformers.utils import logging
 from workloads import WORKLOADS, Workload
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer, GaussianPosterior, LowRankPrior
-from hf_deelbo.weights.blocks import gradients_of, parameters_by_name
+from hf_deelbo.weights.blocks import parameters_by_name
 from hf_deelbo.weights.parameters import backbone_of, head_parameter_names
 
 METHODS = ("plain", "deelbo", "ptyl")  # no prior; L2-SP; low rank
@@ -324,8 +324,8 @@ def measure_posterior(workload: Workload, rounds: int) -> dict:
     posterior = GaussianPosterior(model, head_parameter_names(model), num_examples=workload.batch_size)
     of_one_tensor = GaussianPosterior(OneTensor(posterior.num_parameters), ["head"], num_examples=workload.batch_size)
     for each in (posterior, of_one_tensor):
-        for gradient in gradients_of(parameters_by_name(each.model)).values():
-            gradient.normal_()
+        for parameter in parameters_by_name(each.model).values():
+            parameter.grad = torch.randn_like(parameter)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-3, momentum=0.9, nesterov=True)
     noise = torch.empty(posterior.num_parameters)

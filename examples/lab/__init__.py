@@ -1,1 +1,1 @@
-"""What the scripts share: tasks by name, the baselines, studies and their reports. No part of the library."""
+"""What the scripts share: tasks by name, MAP and its searches, studies and their reports. No part of the library."""

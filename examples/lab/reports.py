@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .baselines import LEARNING_RATES
+from .searches import LEARNING_RATES
 from .studies import MAP_METHODS, StudyRun
 
 Line = Mapping[str, Any]

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from hf_deelbo.config import DEELBoConfig
-from hf_deelbo.fine_tuning import FineTuningTrainer
 from hf_deelbo.metrics import named_metrics
 from hf_deelbo.plots import FixedPosterior
 from hf_deelbo.selection import halving_runs, select
@@ -30,14 +29,14 @@ from hf_deelbo.sharing.files import as_json, write_whole
 from hf_deelbo.sharing.hub import fetch
 from hf_deelbo.sharing.prior_files import PriorConfig
 from hf_deelbo.trainer import DEELBoTrainer
-from hf_deelbo.weights.batch_norm import compute_statistics, with_statistics
 
 from .backbones import EMBEDDED_MODEL, EMBEDDED_MODELS
-from .baselines import (
+from .batch_norm import recomputed_batch_norm
+from .data import EMBEDDED_DATASET
+from .map import MAPConfig, MAPTrainer
+from .searches import (
     LEARNING_RATES,
     PENALTIES_OVER_N,
-    MAPConfig,
-    MAPTrainer,
     Setting,
     Split,
     grid,
@@ -45,9 +44,9 @@ from .baselines import (
     random_search,
     tpe_search,
 )
-from .data import EMBEDDED_DATASET
 from .tasks import DataArguments, ModelArguments, Task
 
+REPOSITORY = Path(__file__).parents[2]
 DEELBO_METHODS = ("deelbo-full", "deelbo-halving", "deelbo-single", "elbo")
 MAP_METHODS = ("map-grid", "map-random", "map-tpe")
 # fields of a run whose value is a list; every other field with a list stands for several runs
@@ -199,10 +198,10 @@ class Places:
 
 def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
     """Train, choose and test; the line to note. Called again after it was killed, it goes on where it was."""
-    task = _task(run, places)
+    task = load_task(run, places)
     numbers = _carry_out_map(run, task, places) if run.is_map else _carry_out_deelbo(run, task, places)
     about = {"id": run.id, "config": run.config, "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    about |= {"commit": _commit(), "machine": machine()}
+    about |= {"commit": commit(), "machine": machine()}
     if run.prior == "ptyl":
         saved = PriorConfig.load(fetch(places.ptyl_prior, PriorConfig, only_config=True))
         about["ptyl_prior"] = saved.sha256[PriorConfig.TENSORS_FILE]
@@ -212,7 +211,7 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
 
 def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
     method = "full" if run.method == "deelbo-full" else "halving"
-    make_trainer = partial(_deelbo_trainer, run, task, places)
+    make_trainer = partial(make_deelbo_trainer, run, task, places)
     trainer, selection = select(make_trainer, run.learning_rates, places.of(run), method)
     de_elbo, posterior = trainer.posterior.de_elbo or trainer.de_elbo(), trainer.posterior
     test = {"mean": _test(trainer, task), "mean_recomputed": _test_recomputed(trainer, task)}
@@ -233,7 +232,7 @@ def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, An
 
 
 def _carry_out_map(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
-    make_trainer, folder = partial(_map_trainer, run, task, places), places.of(run)
+    make_trainer, folder = partial(make_map_trainer, run, task, places), places.of(run)
     rest = {"folder": folder, "labels": task.labels, "measure": lambda trainer: _test(trainer, task)}
     if run.method == "map-grid":
         settings = grid(run.prior, run.learning_rates, run.penalties)
@@ -252,7 +251,8 @@ def _carry_out_map(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
     }
 
 
-def _task(run: StudyRun, places: Places) -> Task:
+def load_task(run: StudyRun, places: Places) -> Task:
+    """What the run learns."""
     data = DataArguments(
         dataset_name=_under(places.data_root, run.dataset, embedded=(EMBEDDED_DATASET,)),
         train_size=run.train_size,
@@ -288,7 +288,10 @@ def _arguments(run: StudyRun, places: Places, output_dir: str) -> dict[str, Any]
     }
 
 
-def _deelbo_trainer(run: StudyRun, task: Task, places: Places, learning_rate: float, output_dir: str) -> DEELBoTrainer:
+def make_deelbo_trainer(
+    run: StudyRun, task: Task, places: Places, learning_rate: float, output_dir: str
+) -> DEELBoTrainer:
+    """A trainer with a fresh model, by the paper's protocol and the run's way of learning sigma."""
     config = DEELBoConfig.paper(
         **_arguments(run, places, output_dir),
         learning_rate=learning_rate,
@@ -303,35 +306,34 @@ def _deelbo_trainer(run: StudyRun, task: Task, places: Places, learning_rate: fl
     return _quiet(DEELBoTrainer(model, config, elbo_dataset=task.unaugmented, **task.trainer_arguments))
 
 
-def _map_trainer(
+def make_map_trainer(
     run: StudyRun, task: Task, places: Places, setting: Setting, output_dir: str, split: Split
 ) -> MAPTrainer:
+    """A trainer with a fresh model, by the paper's protocol, on what the split has to train on."""
     config = MAPConfig.paper(**_arguments(run, places, output_dir), **setting.arguments)
     task.configure(config)
     return _quiet(task.map_trainer(config, setting, output_dir, split))
 
 
-def _quiet(trainer: FineTuningTrainer) -> Any:
+def _quiet(trainer: Trainer) -> Any:
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _test(trainer: FineTuningTrainer, task: Task) -> dict[str, float]:
+def _test(trainer: Trainer, task: Task) -> dict[str, float]:
     compute_metrics, trainer.compute_metrics = trainer.compute_metrics, task.trainer_arguments["compute_metrics"]
     metrics = trainer.predict(task.test).metrics
     trainer.compute_metrics = compute_metrics
     return named_metrics(metrics, "test")
 
 
-def _test_recomputed(trainer: FineTuningTrainer, task: Task) -> dict[str, float]:
+def _test_recomputed(trainer: Trainer, task: Task) -> dict[str, float]:
     """At the learned weights or the posterior mean, with batch-norm statistics computed there over training inputs."""
-    model = trainer.model
-    statistics = compute_statistics(model, trainer._batch_norm_inputs(), lambda batch: model(**batch))
-    with with_statistics(model, statistics):
+    with recomputed_batch_norm(trainer, task.unaugmented):
         return _test(trainer, task)
 
 
-def _training_nll(trainer: FineTuningTrainer) -> list[list[float]]:
+def _training_nll(trainer: Trainer) -> list[list[float]]:
     """Steps and the NLL of the batches up to there, to see whether it had come to rest."""
     return [[line["step"], line["nll"]] for line in trainer.state.log_history if "nll" in line]
 
@@ -357,28 +359,31 @@ def _cpu() -> str:
     return f"{models[0] if models else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _commit() -> str | None:
-    """The commit of this code, with a `+` if it was changed since."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+def commit(repository: str | os.PathLike = REPOSITORY) -> str | None:
+    """The commit of the repository's code, with a `+` if library or scripts were changed since; their results may."""
+    code = ["hf_deelbo", "examples", ":(exclude)examples/results"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", repository, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", *code) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 def measure_step(run: StudyRun, places: Places, steps: int = 4) -> float:
     """Seconds of a training step, the median of some, without the first."""
-    task, clock = _task(run, places), _Clock()
+    task, clock = load_task(run, places), _Clock()
     output_dir = os.path.join(places.work_dir, "measure")
     run = replace(run, steps=steps)
     if run.is_map:
         backbone = {"lambda_": 1.0} if run.prior == "ptyl" else {"alpha_over_n": 0.0}
         setting, everything = Setting(1e-4, beta_over_n=0.0, **backbone), Split(list(range(run.train_size)), [])
-        trainer = _map_trainer(run, task, places, setting, output_dir, everything)
+        trainer = make_map_trainer(run, task, places, setting, output_dir, everything)
     else:
-        trainer = _deelbo_trainer(run, task, places, 1e-4, output_dir)
+        trainer = make_deelbo_trainer(run, task, places, 1e-4, output_dir)
     trainer.add_callback(clock)
     trainer.train()
     return clock.median()

@@ -20,7 +20,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_deelbo.config import PAPER, FineTuningConfig
+from hf_deelbo.config import PAPER, DEELBoConfig
 from hf_deelbo.data import column_of
 from hf_deelbo.metrics import compute_metrics
 from hf_deelbo.sharing.cards import HUB_DATASETS
@@ -28,13 +28,6 @@ from hf_deelbo.sharing.files import write_json
 from hf_deelbo.sharing.hub import push_folder
 
 from .backbones import EMBEDDED_MODEL, load_classifier
-from .baselines import (
-    LEARNING_RATES,
-    MAPConfig,
-    MAPTrainer,
-    Setting,
-    Split,
-)
 from .cached_images import CachedImages, resized_images
 from .data import (
     EMBEDDED_DATASET,
@@ -49,6 +42,8 @@ from .data import (
     image_transform,
     load_data,
 )
+from .map import MAPConfig, MAPTrainer
+from .searches import LEARNING_RATES, Setting, Split
 
 RUN_CONFIG = "run_config.json"
 # for a kind of data, where nothing else is said: the paper's protocol, and what is usual for transformers
@@ -105,7 +100,7 @@ class DataArguments:
 
 
 # those of a script: its model, its data, its own options and its training
-Arguments = tuple[ModelArguments, DataArguments, Any, FineTuningConfig]
+Arguments = tuple[ModelArguments, DataArguments, Any, DEELBoConfig | MAPConfig]
 
 
 def parse_arguments(
@@ -124,7 +119,7 @@ def parse_arguments(
     model it is that of the saved prior, to start at its mean, or else the embedded one.
 
     Args:
-        kinds: `ModelArguments`, `DataArguments`, the script's own dataclass and a `FineTuningConfig`.
+        kinds: `ModelArguments`, `DataArguments`, the script's own dataclass, and `DEELBoConfig` or `MAPConfig`.
         argv: the command line, without the script's name.
         defaults, demo, presets: values of fields, by name.
         output_dir: where to write, if that is not given.
@@ -233,7 +228,7 @@ class Task:
         }
 
     def map_trainer(self, config: MAPConfig, setting: Setting, output_dir: str, split: Split) -> MAPTrainer:
-        """A trainer with a fresh model for a search of `baselines`, that pushes nothing.
+        """A trainer with a fresh model for a search of `searches`, that pushes nothing.
 
         It is evaluated on the rows that are held out or, if there are none, on the test set.
         """

@@ -86,8 +86,9 @@ def load_prior(kind: str, backbone: Tensors, name_or_path: str | None = None, **
         **hub_options: of `from_pretrained`: `revision`, `token`.
 
     Example:
-        >>> load_prior("l2-zero", {"w": torch.ones(2)}).mahalanobis({"w": torch.ones(2)}).item()
-        2.0
+        >>> import torch
+        >>> load_prior("l2-sp", {"w": torch.ones(2)}).config
+        {'kind': 'l2-sp'}
     """
     if kind == "l2-zero":
         return IsotropicPrior.l2_zero(backbone)

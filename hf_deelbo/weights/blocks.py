@@ -59,21 +59,6 @@ def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Their gradients by name.
-
-    Where the loss does not reach there is a zero to add to: a prior pulls there too.
-
-    Example:
-        >>> gradients_of(parameters_by_name(nn.Linear(2, 1)))
-        {'weight': tensor([[0., 0.]]), 'bias': tensor([0.])}
-    """
-    for parameter in parameters.values():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return {name: parameter.grad for name, parameter in parameters.items()}
-
-
 def point_to(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
     """Let the parameters hold these tensors, by name, not copies of them; their gradients stay.
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +14,17 @@ from conftest import load_example, low_rank_prior, make_model
 from lab.studies import (
     Places,
     StudyRun,
-    _deelbo_trainer,
-    _task,
     carry_out,
+    commit,
     expand,
+    load_task,
+    make_deelbo_trainer,
     measure_step,
     read_lines,
     write_line,
 )
-from transformers import BertTokenizerFast, ResNetConfig, ResNetForImageClassification
+from transformers import BertTokenizerFast, ResNetConfig, ResNetForImageClassification, Trainer
 
-from hf_deelbo.fine_tuning import FineTuningTrainer
 from hf_deelbo.plots import FixedPosterior, PriorFit
 
 TINY = {"dataset": "digits", "train_size": 50, "image_size": 14, "horizontal_flip": False, "num_test": 40}
@@ -121,6 +122,39 @@ class TestRuns:
                 assert runs[line["id"]].config == line["config"]
 
 
+class TestCommit:
+    @pytest.fixture
+    def repository(self, tmp_path) -> Path:
+        """With a committed file in each folder."""
+        for name in ("hf_deelbo", "examples/lab", "examples/results", "tests"):
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "file").write_text("old")
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "m"]):
+            subprocess.run(["git", "-C", tmp_path, *command], check=True)
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("changed", "mark"),
+        [
+            ([], ""),
+            (["hf_deelbo/file"], "+"),
+            (["examples/lab/file"], "+"),
+            (["examples/new.py"], "+"),
+            (["examples/results/file", "examples/results/new.jsonl", "tests/file"], ""),
+        ],
+    )
+    def test_a_plus_tells_that_the_code_was_changed(self, repository, changed, mark):
+        command = ["git", "-C", repository, "rev-parse", "HEAD"]
+        whole = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for name in changed:
+            (repository / name).write_text("new")
+        assert commit(repository) == whole[:10] + mark
+
+    def test_without_a_repository(self, tmp_path):
+        assert commit(tmp_path) is None
+
+
 def test_a_line_of_the_de_elbo(model, places):
     changes = {"learning_rates": (0.3, 0.03), "grouping": "all"}
     run = StudyRun(**SHORT | changes, subset_seed=1001, method="deelbo-full", model=model)
@@ -151,7 +185,7 @@ def test_trainers_have_the_papers_protocol_and_the_sigma_of_the_run(model, place
         ({"sigma_update": "optimizer", "grouping": "all", "init_sigma": 0.02}, False, 1),
         ({"sigma_update": "closed-form", "grouping": "part", "init_sigma": 0.02}, True, 2),
     ):
-        trainer = _deelbo_trainer(replace(run, **changes), _task(run, places), places, 0.3, places.work_dir)
+        trainer = make_deelbo_trainer(replace(run, **changes), load_task(run, places), places, 0.3, places.work_dir)
         args, posterior = trainer.args, trainer.posterior
         assert (args.optim, args.optim_args, args.learning_rate) == ("sgd", "momentum=0.9,nesterov=True", 0.3)
         assert (args.lr_scheduler_type, args.train_batch_size, args.dataloader_drop_last) == ("cosine", 50, True)
@@ -192,7 +226,7 @@ def test_texts_and_models_are_found_by_name(places, tmp_path, method):
     assert line["config"]["max_seq_length"] == 4
     assert str(tmp_path) not in json.dumps(line)
     # [CLS] good good [SEP], by the words of that model, cut to four
-    assert _task(run, places).test[0]["input_ids"] == [2, 5, 5, 3]
+    assert load_task(run, places).test[0]["input_ids"] == [2, 5, 5, 3]
 
 
 def test_a_line_of_the_grid(model, places):
@@ -228,7 +262,7 @@ def test_a_stopped_study_ends_with_the_same_lines(script, model, tmp_path, cache
 
     study("whole")
     steps, limit = 0, math.inf
-    training_step = FineTuningTrainer.training_step
+    training_step = Trainer.training_step
 
     def killed_at_the_limit(*args, **kwargs):
         nonlocal steps
@@ -237,7 +271,7 @@ def test_a_stopped_study_ends_with_the_same_lines(script, model, tmp_path, cache
             raise Killed
         return training_step(*args, **kwargs)
 
-    monkeypatch.setattr(FineTuningTrainer, "training_step", killed_at_the_limit)
+    monkeypatch.setattr(Trainer, "training_step", killed_at_the_limit)
     for most in (4, 7, 3):  # halving has 3 + 3 + 3 steps a run, the grid 3 times 6
         steps, limit = 0, most
         with pytest.raises(Killed):

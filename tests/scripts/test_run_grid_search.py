@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 from conftest import load_example
-from lab.baselines import grid
+from lab.searches import grid
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 

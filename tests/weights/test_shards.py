@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import make_dataset, make_model
-from lab.baselines import MAPConfig, MAPTrainer
+from lab.map import MAPConfig, MAPTrainer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
