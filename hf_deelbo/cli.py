@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from PIL import Image, UnidentifiedImageError
 from tqdm.auto import tqdm
-from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import logging
 
 from .groups import table_lines
-from .plots import plot_groups, save_figure
 from .sharing.cards import (
     SIGMA_UPDATES_IN_WORDS,
     has_several_sigmas,
@@ -68,6 +66,8 @@ def info(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.figure is not None:
         if not groups:
             raise ValueError("figure: there is nothing to draw, as all weights have the same sigma and lambda.")
+        from .plots import plot_groups, save_figure  # an extra
+
         image, numbers = save_figure(plot_groups(groups), arguments.figure.removesuffix(".png"))
         yield from ("", f"{image}: the same as a figure; {numbers}: its numbers")
 
@@ -177,6 +177,8 @@ def _saved_config(name_or_path: str, **options: Any) -> SavedConfig:
 
 
 def _preparation(folder: os.PathLike, task: str) -> Any:
+    from transformers import AutoImageProcessor, AutoTokenizer  # they load timm and torchvision
+
     if task == "text-classification":
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return lambda text: tokenizer(text, truncation=True, return_tensors="pt")

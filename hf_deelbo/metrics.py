@@ -1,13 +1,10 @@
 """How good class probabilities are: accuracy, negative log likelihood, calibration error and Brier score.
 
-Each is a formula on numbers and an `evaluate.Metric` that needs no Hub. `compute_metrics` gives a `Trainer` all four.
+Formulas on numbers; `compute_metrics` gives a `Trainer` all four. `evaluate_metrics` has them as `evaluate.Metric`s.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 from numpy.typing import ArrayLike
 from transformers import EvalPrediction
@@ -36,7 +33,7 @@ def class_averaged_accuracy(probabilities: ArrayLike, labels: ArrayLike) -> floa
         >>> class_averaged_accuracy([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]], [0, 0, 0, 1])
         0.5
     """
-    probabilities, labels = _checked(probabilities, labels)
+    probabilities, labels = checked(probabilities, labels)
     right = probabilities.argmax(axis=1) == labels
     right_in_class, size_of_class = np.bincount(labels, weights=right), np.bincount(labels)
     present = size_of_class > 0
@@ -56,7 +53,7 @@ def negative_log_likelihood(probabilities: ArrayLike, labels: ArrayLike) -> floa
         >>> negative_log_likelihood([[0.5, 0.5], [0.75, 0.25]], [1, 1])
         1.0397207708399179
     """
-    probabilities, labels = _checked(probabilities, labels)
+    probabilities, labels = checked(probabilities, labels)
     with np.errstate(divide="ignore"):  # log 0 is meant
         return float(-np.mean(np.log(probabilities[np.arange(len(labels)), labels])))
 
@@ -78,8 +75,8 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, num_
         >>> expected_calibration_error([[0.75, 0.25], [0.75, 0.25]], [0, 1])
         0.25
     """
-    probabilities, labels = _checked(probabilities, labels)
-    _check_num_bins(num_bins)
+    probabilities, labels = checked(probabilities, labels)
+    check_num_bins(num_bins)
     confidence = probabilities.max(axis=1)
     right = probabilities.argmax(axis=1) == labels
     bins = confidence_bins(confidence, num_bins)
@@ -119,7 +116,7 @@ def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
         >>> brier_score([[0.5, 0.5], [1.0, 0.0]], [1, 1])
         1.25
     """
-    probabilities, labels = _checked(probabilities, labels)
+    probabilities, labels = checked(probabilities, labels)
     differences = probabilities.copy()
     differences[np.arange(len(labels)), labels] -= 1
     return float(np.mean(np.sum(differences**2, axis=1)))
@@ -203,110 +200,10 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return classification_metrics(probabilities_of(logits), prediction.label_ids)
 
 
-# ---- For evaluate ---------------------------------------------------------------------------------------------------
-
-
-class _ProbabilityMetric(evaluate.Metric):
-    """A metric of class probabilities."""
-
-    def __init__(self, **kwargs: Any):
-        # files only serve to bring several processes together
-        kwargs.setdefault("keep_in_memory", kwargs.get("num_process", 1) == 1)
-        super().__init__(**kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description=self.__doc__,
-            citation="",
-            inputs_description="predictions: rows of class probabilities. references: labels, whole numbers.",
-            features=datasets.Features(
-                {"predictions": datasets.List(datasets.Value("float64")), "references": datasets.Value("int64")}
-            ),
-        )
-
-    def compute(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> dict[str, float] | None:
-        """The metric of all examples added so far and of these; `None` on all processes but the first."""
-        if predictions is None and references is None and len(self) == 0:
-            raise ValueError("predictions: there are none; pass them here, or to `add` or `add_batch` before.")
-        return super().compute(predictions=predictions, references=references, **kwargs)
-
-    def _compute(self, predictions: list[list[float]], references: list[int]) -> dict[str, float]:
-        return self._score(*_checked(predictions, references, names=("predictions", "references")))
-
-    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        raise NotImplementedError
-
-
-class ClassAveragedAccuracy(_ProbabilityMetric):
-    """`class_averaged_accuracy` as an `evaluate.Metric`.
-
-    Args:
-        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
-
-    Example:
-        >>> ClassAveragedAccuracy().compute(predictions=[[0.9, 0.1], [0.6, 0.4]], references=[0, 1])
-        {'accuracy': 0.5}
-    """
-
-    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return {"accuracy": class_averaged_accuracy(probabilities, labels)}
-
-
-class NegativeLogLikelihood(_ProbabilityMetric):
-    """`negative_log_likelihood` as an `evaluate.Metric`.
-
-    Args:
-        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
-
-    Example:
-        >>> NegativeLogLikelihood().compute(predictions=[[0.5, 0.5]], references=[0])
-        {'nll': 0.6931471805599453}
-    """
-
-    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return {"nll": negative_log_likelihood(probabilities, labels)}
-
-
-class ExpectedCalibrationError(_ProbabilityMetric):
-    """`expected_calibration_error` as an `evaluate.Metric`.
-
-    Args:
-        num_bins: bins of equal width that the confidence is sorted into.
-        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
-
-    Example:
-        >>> ExpectedCalibrationError(num_bins=10).compute(predictions=[[0.75, 0.25]], references=[0])
-        {'ece': 0.25}
-    """
-
-    def __init__(self, num_bins: int = 15, **kwargs: Any):
-        _check_num_bins(num_bins)
-        self.num_bins = num_bins
-        super().__init__(**kwargs)
-
-    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return {"ece": expected_calibration_error(probabilities, labels, self.num_bins)}
-
-
-class BrierScore(_ProbabilityMetric):
-    """`brier_score` as an `evaluate.Metric`.
-
-    Args:
-        **kwargs: of `evaluate.Metric`, such as `experiment_id`, `num_process` and `process_id`.
-
-    Example:
-        >>> BrierScore().compute(predictions=[[0.5, 0.5]], references=[0])
-        {'brier': 0.5}
-    """
-
-    def _score(self, probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        return {"brier": brier_score(probabilities, labels)}
-
-
 # ---- Checks ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(
+def checked(
     probabilities: ArrayLike, labels: ArrayLike, names: tuple[str, str] = ("probabilities", "labels")
 ) -> tuple[np.ndarray, np.ndarray]:
     """Both as arrays; `names` are what the caller calls them."""
@@ -357,6 +254,7 @@ def _check_probabilities(rows: np.ndarray, name: str) -> None:
         )
 
 
-def _check_num_bins(num_bins: int) -> None:
+def check_num_bins(num_bins: int) -> None:
+    """Raise a `ValueError` unless it is a whole number of at least 1."""
     if not isinstance(num_bins, int) or num_bins < 1:
         raise ValueError(f"num_bins: must be a whole number of at least 1, got {num_bins!r}.")

@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 from numpy.typing import ArrayLike
 
 from .metrics import confidence_bins
@@ -31,6 +28,13 @@ from .priors import GaussianPrior
 from .sharing.files import as_json, write_whole
 from .sharing.posteriors import GaussianPosterior
 from .weights.blocks import Tensors
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+except ImportError as error:
+    raise ImportError("Figures come with a package: pip install 'hf-deelbo[plots]'.") from error
 
 # The colours of Okabe and Ito, which the colour-blind tell apart; dashes and markers do the same for print in grey
 STYLES = [

@@ -13,11 +13,13 @@ from conftest import make_dataset
 from sklearn.metrics import balanced_accuracy_score, log_loss
 from transformers import EvalPrediction
 
-from hf_deelbo.metrics import (
+from hf_deelbo.evaluate_metrics import (
     BrierScore,
     ClassAveragedAccuracy,
     ExpectedCalibrationError,
     NegativeLogLikelihood,
+)
+from hf_deelbo.metrics import (
     brier_score,
     class_averaged_accuracy,
     classification_metrics,
@@ -255,7 +257,7 @@ class TestEvaluate:
         shared = {"experiment_id": "both", "num_process": 2, "timeout": 120}
         script = f"""if True:
             import numpy as np
-            from hf_deelbo.metrics import ExpectedCalibrationError
+            from hf_deelbo.evaluate_metrics import ExpectedCalibrationError
             metric = ExpectedCalibrationError(cache_dir={str(tmp_path / "cache")!r}, process_id=1, **{shared})
             assert metric.compute(**np.load({str(tmp_path / "second_half.npz")!r})) is None
         """

@@ -157,7 +157,7 @@ def test_the_models_by_size_are_from_1_to_110_million_parameters():
     assert [round(size / 1e6) for size in sizes] == [1, 4, 23, 60, 109]
 
 
-@pytest.mark.parametrize("phase", ["update_variances", "_complete_part"])
+@pytest.mark.parametrize("phase", ["update_variances", "complete_gradients"])
 def test_the_own_work_is_that_of_a_step(tiny, monkeypatch, phase):
     sleep_in(monkeypatch, GaussianPosterior, phase)
     seconds = turns.measure_posterior(tiny["bert"], rounds=2)["seconds"]
