@@ -114,13 +114,17 @@ class TestPushAndDownload:
         first.train()
         first.posterior.push_to_hub(REPO)
         model = AutoModelForImageClassification.from_pretrained(REPO, num_labels=5, ignore_mismatched_sizes=True)
+        with torch.no_grad():  # a prior around where the model stands would not be it
+            for parameter in model.parameters():
+                parameter += 0.01
         data = [row | {"labels": index % 5} for index, row in enumerate(make_dataset("resnet", 20))]
         trainer = make_trainer(model=model, train_dataset=data, prior="posterior", prior_name_or_path=REPO)
         for name, mean in trainer.posterior.prior.mean.items():
             assert torch.equal(mean, first.posterior.backbone[name]), name
         start = float(trainer.posterior.lambda_)
         trainer.train()
-        assert start == pytest.approx(0.05**2)  # learned again, from sigma^2 on
+        # learned again, from sigma^2 and the distance on
+        assert start == pytest.approx(0.05**2 + 0.01**2, rel=1e-4)
         assert float(trainer.posterior.lambda_) != start
 
     def test_a_prior_of_another_architecture_is_refused(self, loopback_hub, alice, make_trainer):

@@ -183,8 +183,13 @@ def test_settings_of_the_base_that_only_the_code_knew_come_back(base, tmp_path):
 
 def test_it_is_the_prior_of_a_next_task(folder, posterior, base, make_trainer):
     model = GaussianPosterior.from_pretrained(folder).model
-    trainer = make_trainer("bert", model=model, prior="posterior", prior_name_or_path=str(folder))
-    assert float(trainer.posterior.prior.mahalanobis(posterior.backbone)) == 0
+    with torch.no_grad():  # a prior around where the model stands would not be it
+        for parameter in model.parameters():
+            parameter += 0.01
+    prior = make_trainer("bert", model=model, prior="posterior", prior_name_or_path=str(folder)).posterior.prior
+    assert prior.mean.keys() == posterior.backbone.keys()
+    for name, mean in posterior.backbone.items():
+        assert torch.equal(prior.mean[name], mean), name
 
 
 # ---- The base model ------------------------------------------------------------------------------------------------
