@@ -19,14 +19,6 @@ from hf_deelbo.selection import (
 RATES = [0.1, 0.01, 0.001, 0.0001]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported_modules_are_no_garbage():
-    """`Trainer.train` collects garbage, and would look through all of torch and transformers: half a second a run."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def task(make_config, tmp_path, monkeypatch):
     """A factory of trainers that counts the steps it was asked to make; halving may drop after three of their 20."""

@@ -1,7 +1,6 @@
 """Moments against numpy on recorded weights, and the callback in the company of a plain `Trainer`."""
 
 import copy
-import gc
 import logging
 import shutil
 
@@ -49,14 +48,6 @@ def assert_prior_has(prior, expected: dict[str, dict[str, np.ndarray]], scale: f
             np.testing.assert_allclose(
                 ours[name].numpy(), value, rtol=1e-6, atol=1e-6 * size, err_msg=f"{part} {name}"
             )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported_modules_are_no_garbage():
-    """`Trainer.train` collects garbage, and would look through all of torch and transformers: half a second a run."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class TestMoments:
