@@ -273,7 +273,7 @@ class TestCallback:
     @pytest.mark.parametrize(("schedule", "warns"), [("linear", True), ("cosine", True), ("constant", False)])
     def test_warns_of_a_learning_rate_that_vanishes(self, schedule, warns, make_source_trainer, monkeypatch):
         messages = []
-        monkeypatch.setattr(logging.getLogger("hf_deelbo.callbacks"), "warning", messages.append)
+        monkeypatch.setattr(logging.getLogger("hf_deelbo.swag"), "warning", messages.append)
         make_source_trainer(SWAGCallback(num_deviations=3), lr_scheduler_type=schedule).train()
         assert bool(messages) == warns
         assert all(f'lr_scheduler_type="{schedule}"' in message and '"constant"' in message for message in messages)
