@@ -74,7 +74,7 @@ def info(arguments: argparse.Namespace) -> Iterator[str]:
 
 def predict(arguments: argparse.Namespace) -> Iterator[str]:
     """Class probabilities of images (or texts), averaged over weight samples, with their spread."""
-    folder = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
+    folder, _ = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
     posterior = GaussianPosterior.from_pretrained(folder, token=arguments.token, cache_dir=arguments.cache_dir)
     prepare = _preparation(folder, TASK_OF[auto_class_of(posterior.model)])
     num_samples = _num_samples(posterior, arguments.num_samples)
@@ -169,10 +169,10 @@ def _prior_rows(config: PriorConfig) -> dict[str, Any]:
 def _saved_config(name_or_path: str, **options: Any) -> SavedConfig:
     """What describes the posterior or the prior that is there; the error of a posterior if it is neither."""
     try:
-        return PosteriorConfig.load(fetch(name_or_path, PosteriorConfig, only_config=True, **options))
+        return fetch(name_or_path, PosteriorConfig, only_config=True, **options)[1]
     except NotSavedError:
         with suppress(NotSavedError):
-            return PriorConfig.load(fetch(name_or_path, PriorConfig, only_config=True, **options))
+            return fetch(name_or_path, PriorConfig, only_config=True, **options)[1]
         raise
 
 

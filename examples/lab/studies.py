@@ -203,7 +203,7 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
     about = {"id": run.id, "config": run.config, "date": time.strftime("%Y-%m-%d", time.gmtime())}
     about |= {"commit": commit(), "machine": machine()}
     if run.prior == "ptyl":
-        saved = PriorConfig.load(fetch(places.ptyl_prior, PriorConfig, only_config=True))
+        _, saved = fetch(places.ptyl_prior, PriorConfig, only_config=True)
         about["ptyl_prior"] = saved.sha256[PriorConfig.TENSORS_FILE]
     sizes = {"num_classes": len(task.class_names), "num_test_examples": len(task.test)}
     return as_json(about | sizes | numbers)

@@ -202,8 +202,8 @@ def fetch(
     local_files_only: bool = False,
     force_download: bool = False,
     only_config: bool = False,
-) -> Path:
-    """A local folder with the files: `name_or_path` itself, or a snapshot of that repository on the Hub.
+) -> tuple[Path, SavedConfig]:
+    """A local folder with the files (`name_or_path` itself, or a snapshot of it on the Hub), and what the JSON says.
 
     Args:
         name_or_path: a folder, or an id on the Hub.
@@ -214,7 +214,7 @@ def fetch(
     """
     if os.path.isdir(name_or_path):
         finish_interrupted(name_or_path)
-        return Path(name_or_path)
+        return Path(name_or_path), kind.load(name_or_path)
     name = os.fspath(name_or_path)
     options = {
         "revision": revision,
@@ -224,15 +224,16 @@ def fetch(
         "force_download": force_download,
     }
     try:
-        config = hf_hub_download(name, kind.CONFIG_FILE, **options)
+        folder = Path(hf_hub_download(name, kind.CONFIG_FILE, **options)).parent
+        config = kind.load(folder)
         if only_config:
-            return Path(config).parent
+            return folder, config
         folder = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), ignore_patterns=SUBFOLDERS, **options))
-        for file in kind.load(folder).sha256:
+        for file in config.sha256:
             if not (folder / file).exists():  # without an answer of the Hub, a snapshot is what the cache has of it
                 with suppress(RemoteEntryNotFoundError):
                     hf_hub_download(name, file, **options)
-        return folder
+        return folder, config
     except HFValidationError as error:
         raise FileNotFoundError(f"{name!r} is neither a folder nor an id on the Hub such as user/name.") from error
     except LocalEntryNotFoundError as error:
@@ -308,7 +309,12 @@ def push_folder(
 
 
 class Shareable(ABC):
-    """What is saved as a folder of files that a `SavedConfig` describes, and shared on the Hub."""
+    """What is saved as a folder of files that a `SavedConfig` describes, and shared on the Hub.
+
+    It has the methods of `huggingface_hub.ModelHubMixin` but is none: that one writes file by file into the folder, so
+    that a crash leaves a part of them, and reads a file when it is asked for, where hashes want all before the first
+    is used.
+    """
 
     config_class: ClassVar[type[SavedConfig]]
 
@@ -322,7 +328,7 @@ class Shareable(ABC):
 
     @classmethod
     @abstractmethod
-    def _read(cls, folder: Path, **kwargs: Any) -> Self:
+    def _read(cls, folder: Path, config: SavedConfig, **kwargs: Any) -> Self:
         """The inverse of `save_pretrained`."""
 
     def push_to_hub(
@@ -377,7 +383,7 @@ class Shareable(ABC):
             revision, token, cache_dir, local_files_only, force_download: as everywhere in `huggingface_hub`.
             **kwargs: `trust_remote_code=True` lets a posterior's model run code that comes with it.
         """
-        folder = fetch(
+        folder, config = fetch(
             name_or_path,
             cls.config_class,
             revision=revision,
@@ -386,7 +392,7 @@ class Shareable(ABC):
             local_files_only=local_files_only,
             force_download=force_download,
         )
-        return cls._read(folder, **kwargs)
+        return cls._read(folder, config, **kwargs)
 
 
 def _check_base_is_public(folder: Path) -> None:

@@ -197,6 +197,7 @@ def write_posterior(posterior: Posterior, folder: str | os.PathLike) -> None:
 
 def read_posterior(
     folder: str | os.PathLike,
+    config: PosteriorConfig,
     posterior_class: type[Posterior],
     trust_remote_code: bool = False,
     base_model: str | os.PathLike | None = None,
@@ -206,12 +207,12 @@ def read_posterior(
 
     Args:
         folder: where it was saved.
+        config: what its JSON file says.
         posterior_class: `GaussianPosterior`.
         trust_remote_code: as for `from_pretrained`.
         base_model: where the base model of adapters is, if not where they say.
         hub_options: of `from_pretrained`, to load that.
     """
-    config = PosteriorConfig.load(folder)
     config.check_files(folder)
     tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm", "model"))
     base = None if config.base is None else _load_base(folder, config, base_model, hub_options or {})

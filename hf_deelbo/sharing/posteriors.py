@@ -121,5 +121,5 @@ class GaussianPosterior(Posterior, Shareable):
         )
 
     @classmethod
-    def _read(cls, folder: Path, trust_remote_code: bool = False, **of_base: Any) -> Self:
-        return read_posterior(folder, cls, trust_remote_code, **of_base)
+    def _read(cls, folder: Path, config: PosteriorConfig, trust_remote_code: bool = False, **of_base: Any) -> Self:
+        return read_posterior(folder, config, cls, trust_remote_code, **of_base)

@@ -14,6 +14,7 @@ from pathlib import Path
 from huggingface_hub.dataclasses import strict
 
 from ..priors import LowRankGaussian
+from ..weights.blocks import Tensors
 from .hub import (
     InvalidFilesError,
     SavedConfig,
@@ -71,14 +72,27 @@ def write_prior(prior: LowRankGaussian, folder: str | os.PathLike) -> None:
     ).save(folder)
 
 
-def read_prior(folder: str | os.PathLike, prior_class: type[LowRankGaussian]) -> LowRankGaussian:
-    """The prior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files."""
-    config = PriorConfig.load(folder)
+def read_prior(
+    folder: str | os.PathLike, config: PriorConfig, prior_class: type[LowRankGaussian], like: Tensors | None = None
+) -> LowRankGaussian:
+    """The prior that was saved into a local folder; `InvalidFilesError` says what is wrong with its files.
+
+    Args:
+        folder: where it was saved.
+        config: what its JSON file says.
+        prior_class: `LowRankPrior`.
+        like: weights by name, whose order and device it gets if it is over them: sums depend on both in their last
+            bit.
+    """
     config.check_files(folder)
     try:
         parts = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("mean", "diagonal", "deviations"))
         if unknown := parts.pop(""):
             raise KeyError(next(iter(unknown)).partition(".")[0])
+        if like is not None and like.keys() == parts["mean"].keys():
+            parts = {
+                part: {name: tensors[name].to(w.device) for name, w in like.items()} for part, tensors in parts.items()
+            }
         prior = prior_class(**parts, eps=config.eps)
         for name in ("rank", "num_parameters", "trace_inverse", "log_det"):
             stated, value = getattr(config, name), float(getattr(prior, name))

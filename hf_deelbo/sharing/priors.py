@@ -50,8 +50,8 @@ class LowRankPrior(LowRankGaussian, Shareable):
             write_prior(self, new)
 
     @classmethod
-    def _read(cls, folder: Path) -> Self:
-        return read_prior(folder, cls)
+    def _read(cls, folder: Path, config: PriorConfig, like: Tensors | None = None) -> Self:
+        return read_prior(folder, config, cls, like)
 
     def _write_card(
         self,
@@ -100,13 +100,16 @@ def load_prior(kind: str, backbone: Tensors, name_or_path: str | None = None, **
             "`prior=LowRankPrior(...)` to the trainer."
         )
     if kind == "ptyl":
-        saved = LowRankPrior.from_pretrained(name_or_path, **hub_options)
+        prior = LowRankPrior.from_pretrained(name_or_path, like=backbone, **hub_options)
+        prior.check_matches(backbone)
     else:
-        saved = GaussianPosterior.from_pretrained(name_or_path, **hub_options).as_prior()
-    saved.check_matches(backbone)
-    device = next(iter(backbone.values())).device
-    state = {name: tensor.to(device) for name, tensor in saved.state_dict().items()}
-    prior = prior_from(saved.config, state, backbone)
+        earlier = GaussianPosterior.from_pretrained(name_or_path, **hub_options).as_prior()
+        earlier.check_matches(backbone)
+        state = {
+            name: tensor.to(backbone[name.removeprefix("mean.")].device)
+            for name, tensor in earlier.state_dict().items()
+        }
+        prior = prior_from(earlier.config, state, backbone)
     if prior.mahalanobis(backbone) > 0:
         logger.warning(
             f"The model does not start at the prior's mean; load it from {name_or_path!r}, as the prior is."
