@@ -192,6 +192,7 @@ class DEELBoTrainer(Trainer):
         ends_step, scaler = self.accelerator.sync_gradients, self.accelerator.scaler
         with self.posterior.sampled(self.args.seed, self.state.global_step, reuse=True):
             loss = super().training_step(model, inputs, num_items_in_batch)
+            self._batch_weight = 1.0
             finite = torch.isfinite(loss)
             if ends_step:
                 scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.args.device))

@@ -47,7 +47,7 @@ def check_whole(checkpoint: str | os.PathLike) -> None:
         )
     try:
         listed = dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InvalidFilesError(f"{path}: it cannot be read ({error}). Resume from another checkpoint.") from error
     for name, expected in listed.items():
         file = Path(checkpoint) / name
