@@ -17,7 +17,6 @@ import swap_test
 from lab.figures import plot_accuracy_over_compute, plot_by_method, plot_kappa_sweep
 from lab.reports import (
     AT,
-    PRIORS,
     Line,
     Row,
     comparison_table,
@@ -40,6 +39,7 @@ from hf_deelbo.plots import (
     plot_elbo_comparison,
     save_figure,
 )
+from hf_deelbo.priors import PRIORS
 from hf_deelbo.sharing.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,12 +88,13 @@ def section(rows: list[Row], folder: Path) -> str:
     name = file_name(rows[0])
     for prior, of_prior in groupby(rows, key=lambda row: row.config["prior"]):
         of_prior = list(of_prior)
-        heading = f"{PRIORS[prior]}: {title(of_prior[0])}".replace(" (", "\n(", 1)  # as wide as a figure
+        heading = f"{PRIORS[prior].label}: {title(of_prior[0])}".replace(" (", "\n(", 1)  # as wide as a figure
         if any(row.is_search for row in of_prior):
             figure = accuracy_over_compute(of_prior, heading)
-            text = f"Accuracy over compute, {PRIORS[prior]}. The curves stop a search after some of its trials (500 "
+            text = f"Accuracy over compute, {PRIORS[prior].label}. The curves stop a search after some of its trials "
             text += (
-                "random orders) and test the best as it is, trained on four fifths; marks are the ends, with all data."
+                "(500 random orders) and test the best as it is, trained on four fifths; marks are the ends, with all "
+                "data."
             )
             parts.append(saved(figure, folder, f"compute_{name}_{prior}", text))
         learned = [row for row in without_repeats(of_prior) if row.config["method"] != "elbo"]  # that is far off
@@ -101,7 +102,7 @@ def section(rows: list[Row], folder: Path) -> str:
         values = {label: numbers for label, numbers in values.items() if numbers and max(numbers) < math.inf}
         if values:
             figure = plot_by_method(values, "test NLL", heading)
-            text = f"NLL, {PRIORS[prior]}. Without the plain ELBo, what is infinite, and what repeats halving."
+            text = f"NLL, {PRIORS[prior].label}. Without the plain ELBo, what is infinite, and what repeats halving."
             parts.append(saved(figure, folder, f"nll_{name}_{prior}", text))
     if pair := same_set_by_both(rows):
         figure = plot_elbo_comparison([posterior_of("plain ELBo", pair[0]), posterior_of("DE ELBo", pair[1])])
