@@ -700,7 +700,7 @@ class TestCompany:
     def test_peft_adapters_are_what_is_learned(self, make_trainer, tmp_path, assert_same):
         def adapted(seed: int):
             torch.manual_seed(seed)
-            lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], r=2)
+            lora = LoraConfig(target_modules=["q_proj", "v_proj", "query", "value"], modules_to_save=["classifier"], r=2)
             return get_peft_model(make_model("vit"), lora)
 
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "a")}
