@@ -166,7 +166,7 @@ def runs_of(options: argparse.Namespace) -> list[StudyRun]:
 def workers(jobs: int) -> ProcessPoolExecutor:
     """Processes that share the cores."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (threads,), max_tasks_per_child=8)
+    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (threads,))
 
 
 def run_all(runs: Sequence[StudyRun], places: Places, results: Path, jobs: int) -> None:

@@ -248,7 +248,7 @@ def run_all(options: argparse.Namespace) -> None:
         for config in left:
             note(config, partial(carry_out, config, options))
     else:
-        with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=8) as pool:
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
             futures = {pool.submit(carry_out, config, options): config for config in left}
             for future in as_completed(futures):
                 note(futures[future], future.result)

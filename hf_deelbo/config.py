@@ -8,11 +8,10 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from .groups import GROUPINGS, SIGMA_UPDATES
+from .priors import PRIORS, SAVED_PRIORS
 
 logger = logging.get_logger(__name__)
 
-PRIORS = ("l2-zero", "l2-sp", "ptyl", "posterior")
-SAVED_PRIORS = ("ptyl", "posterior")
 # what to do instead of letting accelerate or DeepSpeed shard the model when training starts
 SHARD_AT_LOADING = (
     "Run several processes with DDP or, where the weights do not fit on one device, let transformers shard the model "

@@ -14,13 +14,36 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .objective import gaussian_kl, optimal_variance
 from .weights.blocks import Block, Piece, Tensors, blocks_of, local, on_all_cores, squared_distance, subtract, total
 from .weights.shards import copy_whole_, gathered, shard_like
+
+
+class PriorKind(NamedTuple):
+    """What people read of a prior that they can choose by its name.
+
+    Attributes:
+        label: in tables.
+        description: in cards.
+        is_saved: whether it is loaded from somewhere.
+    """
+
+    label: str
+    description: str
+    is_saved: bool = False
+
+
+PRIORS = {
+    "l2-zero": PriorKind("L2-zero", "L2-zero: around zero"),
+    "l2-sp": PriorKind("L2-SP", "L2-SP: around the pretrained weights"),
+    "ptyl": PriorKind("PTYL", "PTYL: around the pretrained weights, with a covariance from the source task", True),
+    "posterior": PriorKind("posterior", "the posterior of an earlier task", True),
+}
+SAVED_PRIORS = tuple(name for name, kind in PRIORS.items() if kind.is_saved)
 
 # Sigma_p^-1 (w - mu_p) of each piece of a block
 PrecisionProduct = Callable[[Block], Iterable[torch.Tensor]]

@@ -1,5 +1,6 @@
 """Tiny models and data that need no network."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -141,6 +142,14 @@ def low_rank_prior(model: nn.Module, rank: int = 3) -> LowRankPrior:
     diagonal = {name: torch.rand(p.shape, generator=generator) for name, p in mean.items()}
     deviations = {name: torch.randn(rank, *p.shape, generator=generator) for name, p in mean.items()}
     return LowRankPrior(mean, diagonal, deviations, eps=0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_modules_are_no_garbage():
+    """`Trainer.train` collects garbage, and would look through all of torch and transformers: half a second a run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

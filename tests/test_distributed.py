@@ -40,7 +40,8 @@ def alone(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
 def learn_together(folder: Path, num_processes: int) -> dict[str, list[dict[str, torch.Tensor]]]:
     """What each process learns, by setting; all in one start, which takes longer than the runs."""
     command = [sys.executable, "-m", *LAUNCHERS[num_processes], SCRIPT, folder, *SETTINGS]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600)
+    path = os.pathsep.join([str(RECIPES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, timeout=600)
     files = [f"{rank}.safetensors" for rank in range(num_processes)]
     return {setting: [load_file(folder / setting / file) for file in files] for setting in SETTINGS}
 

@@ -93,21 +93,20 @@ class TestNumbers:
         }
         assert FORMULAS[name](SMALL_ROWS, SMALL_LABELS) == exactly(SMALL[name])
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_accuracy_is_scikit_learns_balanced_accuracy(self, make_metric, seed):
         rows, labels = random_problem(seed)
         expected = balanced_accuracy_score(labels, rows.argmax(axis=1))
         assert expected != pytest.approx((rows.argmax(axis=1) == labels).mean(), abs=1e-3)
         assert make_metric("accuracy").compute(predictions=rows, references=labels)["accuracy"] == exactly(expected)
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_nll_is_scikit_learns_log_loss(self, make_metric, seed):
         rows, labels = random_problem(seed)
         expected = log_loss(labels, rows, labels=range(5))
         assert make_metric("nll").compute(predictions=rows, references=labels)["nll"] == exactly(expected)
 
-    @pytest.mark.parametrize("num_bins", [1, 7, 15])
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize(("seed", "num_bins"), [(0, 15), (1, 7), (2, 1)])
     def test_ece_is_that_of_a_loop_over_bins(self, make_metric, seed, num_bins):
         rows, labels = random_problem(seed)
         confidence, right = rows.max(axis=1), rows.argmax(axis=1) == labels
@@ -126,7 +125,7 @@ class TestNumbers:
         assert expected_calibration_error(rows, labels) == by_bins[15]
         assert make_metric("ece").compute(predictions=rows, references=labels) == {"ece": by_bins[15]}
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_brier_score_is_that_of_a_loop_over_examples(self, make_metric, seed):
         rows, labels = random_problem(seed)
         errors = [(p - (c == y)) ** 2 for row, y in zip(rows, labels, strict=True) for c, p in enumerate(row)]
@@ -178,13 +177,13 @@ class TestBinEdges:
         assert together != exactly(apart)
         return ece == exactly(together)
 
-    @pytest.mark.parametrize("edge", range(2, 15))
-    def test_an_edge_belongs_to_the_bin_below(self, edge):
-        assert self.share_a_bin(edge / 15, edge / 15 - 0.01)
-        assert not self.share_a_bin(edge / 15, edge / 15 + 0.01)
-        assert not self.share_a_bin(edge / 15, np.nextafter(edge / 15, 1))
+    def test_an_edge_belongs_to_the_bin_below(self):
+        for edge in range(2, 15):
+            assert self.share_a_bin(edge / 15, edge / 15 - 0.01), edge
+            assert not self.share_a_bin(edge / 15, edge / 15 + 0.01), edge
+            assert not self.share_a_bin(edge / 15, np.nextafter(edge / 15, 1)), edge
 
-    @pytest.mark.parametrize("num_bins", [10, 49, 98, 107])
+    @pytest.mark.parametrize("num_bins", [10, 107])
     def test_an_edge_belongs_to_the_bin_below_however_it_is_rounded(self, num_bins):
         least = math.ceil(num_bins / 10)  # the largest of 30 probabilities is not much smaller
         for edge in range(least, num_bins):
@@ -199,7 +198,7 @@ class TestBinEdges:
         rows = [[1.0000005, 0.0], [0.95, 0.05]]
         assert expected_calibration_error(rows, [1, 0]) == exactly(abs(1 - 1.0000005 - 0.95) / 2)
 
-    @pytest.mark.parametrize("num_classes", [2, 3, 5, 10, 15, 1000])
+    @pytest.mark.parametrize("num_classes", [2, 3, 15, 1000])
     def test_the_least_confidence(self, num_classes):
         rows = np.full((4, num_classes), 1 / num_classes)
         assert expected_calibration_error(rows, [0, 1, 1, 1]) == exactly(abs(1 / 4 - 1 / num_classes))
@@ -289,33 +288,31 @@ BAD = {
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("name", METRICS)
     @pytest.mark.parametrize("kind", BAD)
-    def test_metrics_and_formulas_refuse(self, make_metric, name, kind):
+    def test_metrics_and_formulas_refuse(self, make_metric, kind):
         rows, labels, message = BAD[kind]
-        metric = make_metric(name)
+        metric = make_metric("nll")
         with pytest.raises(ValueError, match=message.format(rows="predictions", labels="references")):
             metric.compute(predictions=rows, references=labels)
         right = metric.compute(predictions=SMALL_ROWS, references=SMALL_LABELS)
-        assert right == {name: exactly(SMALL[name])}, "the refused examples are gone"
-        for formula in (FORMULAS[name], classification_metrics):
+        assert right == {"nll": exactly(SMALL["nll"])}, "the refused examples are gone"
+        for formula in (*FORMULAS.values(), classification_metrics):
             with pytest.raises(ValueError, match=message.format(rows="probabilities", labels="labels")):
                 formula(rows, labels)
 
     @pytest.mark.parametrize("name", METRICS)
-    def test_nothing_added(self, make_metric, name):
+    def test_no_metric_takes_logits_nothing_or_more_labels_than_rows(self, make_metric, name):
+        with pytest.raises(ValueError, match="predictions: .*pass probabilities, not logits"):
+            make_metric(name).compute(predictions=[[2.0, 1.0]], references=[0])
         with pytest.raises(ValueError, match="predictions: there are none; pass them here, or to `add`"):
             make_metric(name).compute()
-
-    @pytest.mark.parametrize("name", METRICS)
-    def test_more_labels_than_rows(self, make_metric, name):
         with pytest.raises(ValueError, match=r"number of predictions \(1\) and references \(2\)"):
             make_metric(name).compute(predictions=[[0.5, 0.5]], references=[0, 1])
-        with pytest.raises(ValueError, match=r"labels: must have the shape \(1,\), one for each row, got \(2,\)"):
-            FORMULAS[name]([[0.5, 0.5]], [0, 1])
 
-    @pytest.mark.parametrize("formula", FORMULAS.values())
+    @pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
     def test_shapes_and_types(self, formula):
+        with pytest.raises(ValueError, match=r"labels: must have the shape \(1,\), one for each row, got \(2,\)"):
+            formula([[0.5, 0.5]], [0, 1])
         with pytest.raises(ValueError, match=r"probabilities: must have the shape \(examples, classes\), got \(2,\)"):
             formula([0.5, 0.5], [0, 1])
         with pytest.raises(ValueError, match="labels: must be whole numbers, got float64; convert"):

@@ -22,8 +22,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 from transformers.utils import logging
 
-from hf_deelbo.config import PAPER, PRIORS, SAVED_PRIORS, check_count, positive_number
-from hf_deelbo.priors import GaussianPrior, IsotropicPrior
+from hf_deelbo.config import PAPER, check_count, positive_number
+from hf_deelbo.priors import PRIORS, SAVED_PRIORS, GaussianPrior, IsotropicPrior
 from hf_deelbo.sharing.priors import load_prior
 from hf_deelbo.weights.batch_norm import batch_norm_layers
 from hf_deelbo.weights.blocks import Block, Tensors, add_scaled_, on_all_cores, parameters_by_name, values_of

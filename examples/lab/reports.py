@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_deelbo.priors import PRIORS
+
 from .searches import LEARNING_RATES
 from .studies import MAP_METHODS, StudyRun
 
@@ -26,7 +28,6 @@ METHODS = {
     "deelbo-single": "DE ELBo, no choice",
     "elbo": "ELBo, kappa = 1",
 }
-PRIORS = {"l2-zero": "L2-zero", "l2-sp": "L2-SP", "ptyl": "PTYL", "posterior": "posterior"}
 # where the test is made
 AT = {"mean": "mean", "mean_recomputed": "mean, recomputed", "average": "average"}
 # what a setting of the task is made of; methods are compared within one
@@ -58,7 +59,7 @@ class Row:
     @property
     def name(self) -> str:
         """Prior, method and what was set for it."""
-        return f"{PRIORS[self.config['prior']]}, {self.method}"
+        return f"{PRIORS[self.config['prior']].label}, {self.method}"
 
     @property
     def method(self) -> str:
@@ -214,7 +215,7 @@ def preferred_starts(rows: Sequence[Row]) -> list[str]:
             continue
         best = Counter(_highest_j(group, seed).sigma for seed in sorted(shared))
         chosen = ", ".join(f"{start} on {count}" for start, count in best.most_common())
-        name = f"{PRIORS[group[0].config['prior']]}, {METHODS[group[0].config['method']]}"
+        name = f"{PRIORS[group[0].config['prior']].label}, {METHODS[group[0].config['method']]}"
         sentences.append(f"{name}: of {len(shared)} training sets, J is highest with {chosen}.")
     return sentences
 

@@ -24,8 +24,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from hf_deelbo.config import PRIORS, check_count
+from hf_deelbo.config import check_count
 from hf_deelbo.metrics import class_averaged_accuracy, probabilities_of
+from hf_deelbo.priors import PRIORS
 from hf_deelbo.sharing.files import as_json
 
 from .map import MAPTrainer

@@ -23,6 +23,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ..priors import PRIORS
 from .files import write_whole
 from .models import TASK_OF
 
@@ -137,7 +138,7 @@ class PosteriorCardData(CardData):
         """The prior, D, and how sigma was learned."""
         num_parameters = _count(self.num_parameters)
         return {
-            "prior": (_PRIORS | _PRIORS_OF_ADAPTERS if self.has_adapters else _PRIORS).get(self.prior, self.prior),
+            "prior": _description_of_prior(self.prior, self.has_adapters),
             "trainable parameters": f"{num_parameters:,}" if num_parameters else None,
             "sigma learned": SIGMA_UPDATES_IN_WORDS.get(self.sigma_update, self.sigma_update),
         }
@@ -487,13 +488,12 @@ SIGMA_UPDATES_IN_WORDS = {
     "closed-form": "in closed form, as lambda and tau are",
     "optimizer": "by the optimizer",
 }
-_PRIORS = {
-    "l2-sp": "L2-SP: around the pretrained weights",
-    "l2-zero": "L2-zero: around zero",
-    "ptyl": "PTYL: around the pretrained weights, with a covariance from the source task",
-    "posterior": "the posterior of an earlier task",
-}
-_PRIORS_OF_ADAPTERS = {"l2-sp": "L2-SP: around the adapters as they started"}
+
+
+def _description_of_prior(kind: str, has_adapters: bool) -> str:
+    if has_adapters and kind == "l2-sp":
+        return "L2-SP: around the adapters as they started"
+    return PRIORS[kind].description if kind in PRIORS else kind
 
 
 def _settings(data: CardData) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageClassification, PreTrainedModel, TimmWrapperConfig
+from transformers import AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging
 
 from ..weights.parameters import head_parameter_names
@@ -191,7 +191,8 @@ def load_architecture(name: str) -> PreTrainedModel:
         >>> load_architecture("resnet10t").timm_model.conv1[0].weight.shape
         torch.Size([24, 3, 3, 3])
     """
-    import timm  # it takes a second
+    import timm  # they take a second
+    from transformers import TimmWrapperConfig
 
     if name in timm.list_models():
         return AutoModelForImageClassification.from_config(TimmWrapperConfig(architecture=name))

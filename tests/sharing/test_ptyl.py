@@ -82,8 +82,19 @@ def in_transformers_wrapper() -> nn.Module:
     return AutoModelForImageClassification.from_config(TimmWrapperConfig(architecture="test_resnet", num_labels=3))
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module.backbone."])
-@pytest.mark.parametrize("make", [lambda: timm.create_model("test_resnet", num_classes=3), in_transformers_wrapper])
+def of_timm() -> nn.Module:
+    return timm.create_model("test_resnet", num_classes=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "prefix"),
+    [
+        (of_timm, ""),
+        (of_timm, "module."),
+        (in_transformers_wrapper, ""),
+        (in_transformers_wrapper, "module.backbone."),
+    ],
+)
 def test_a_resnet_of_timm_and_in_transformers_wrapper(make, prefix, tmp_path):
     source = timm.create_model("test_resnet", num_classes=0)
     parts = write_files(tmp_path, source, prefix=prefix)

@@ -40,21 +40,27 @@ def empty_parameter(shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
     return torch.distributed.tensor.zeros(*shape, device_mesh=mesh, placements=[Shard(0)])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("num_rows", [1, 3, 7, 8])
+# fewer rows than processes, as many, some that divide and some that do not, and one process without a row
+@pytest.mark.parametrize(("num_rows", "world_size"), [(1, 2), (3, 3), (7, 2), (8, 4), (3, 4), (9, 4)])
 class TestRows:
-    def test_all_shards_are_the_whole(self, num_rows, world_size):
+    """As `torch.chunk` cuts, and so FSDP2."""
+
+    def test_each_process_holds_its_chunk(self, num_rows, world_size):
         tensor = torch.arange(2.0 * num_rows).view(num_rows, 2)
 
-        def shard(mesh: DeviceMesh) -> torch.Tensor:
+        def shard(mesh: DeviceMesh) -> tuple[torch.Tensor, tuple[int, int], int]:
             sharded = shard_like(tensor, empty_parameter((num_rows, 5), mesh))
             assert sharded.shape == tensor.shape
-            first, num_held = held_rows(sharded)
-            assert num_held == len(local(sharded))
-            assert torch.equal(local(sharded), tensor[first : first + num_held])
-            return local(sharded)
+            return local(sharded), held_rows(sharded), len(empty_parameter((num_rows, 5), mesh).to_local())
 
-        assert torch.equal(torch.cat(on_each_rank(world_size, shard)), tensor)
+        chunks = tensor.chunk(world_size)
+        first = 0
+        for rank, (part, held, num_of_parameter) in enumerate(on_each_rank(world_size, shard)):
+            expected = chunks[rank] if rank < len(chunks) else tensor[:0]
+            assert torch.equal(part, expected), rank
+            assert held == (first, len(expected)), rank
+            assert num_of_parameter == len(expected), rank
+            first += len(expected)
 
     def test_deviations_are_cut_as_their_parameter(self, num_rows, world_size):
         deviations = torch.randn(2, num_rows, 3)
