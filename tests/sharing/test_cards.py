@@ -600,7 +600,7 @@ def test_the_snippets_run(kind, auto_class, request):
 @pytest.mark.parametrize(
     ("kind", "auto_class", "modules"),
     [
-        ("image", AutoModelForImageClassification, ["q_proj", "v_proj"]),
+        ("image", AutoModelForImageClassification, ["q_proj", "v_proj", "query", "value"]),
         ("text", AutoModelForSequenceClassification, ["query", "value"]),
     ],
 )

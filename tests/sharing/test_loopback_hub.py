@@ -27,9 +27,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import get_session, httpx
+from huggingface_hub.utils import get_session
 from loopback_hub import GITATTRIBUTES, Commit, LoopbackHub
 from transformers import AutoModelForImageClassification
+
+try:
+    from huggingface_hub.utils import httpx  # it may be httpx2
+except ImportError:  # huggingface_hub 1
+    import httpx
 
 CARD = b"---\nlicense: mit\ntags:\n- de-elbo\n---\n# A model\n"
 FILES = {
