@@ -1,15 +1,24 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST_PYTHON ?= python3.11
+OLDEST := .venv-oldest
 SOURCES := hf_deelbo tests examples
 # nothing here needs the Hub
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo report test test-slow quality style
+.PHONY: demo report test test-slow test-oldest quality style
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,test]"
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml tests/lower_bounds.py
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python tests/lower_bounds.py > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(OLDEST)/constraints.txt --editable ".[demo,test]"
 	touch $@
 
 demo: $(VENV)/installed  ## Learn a posterior on an embedded dataset and print what was learned
@@ -23,6 +32,9 @@ test: $(VENV)/installed quality  ## The tests that CI runs
 
 test-slow: $(VENV)/installed  ## The slow checks
 	$(BIN)/python -m pytest -m slow
+
+test-oldest: $(OLDEST)/installed  ## The tests with the lower bound of every dependency
+	$(OLDEST)/bin/python -m pytest -m "not slow" --numprocesses 2
 
 quality: $(VENV)/installed  ## Lint and format, checked
 	$(BIN)/ruff check $(SOURCES)

@@ -14,8 +14,9 @@ logger = logging.get_logger(__name__)
 
 # what to do instead of letting accelerate or DeepSpeed shard the model when training starts
 SHARD_AT_LOADING = (
-    "Run several processes with DDP or, where the weights do not fit on one device, let transformers shard the model "
-    "when it loads it (FSDP2): `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=...))`."
+    "Run several processes with DDP or, where the weights do not fit on one device, let transformers (5.19 or newer) "
+    "shard the model when it loads it (FSDP2): `from_pretrained(..., "
+    "distributed_config=DistributedConfig(fsdp_size=...))`."
 )
 # the paper's protocol, as far as it is about arguments of `TrainingArguments`
 PAPER = {

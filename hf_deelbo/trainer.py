@@ -105,6 +105,7 @@ class DEELBoTrainer(Trainer):
         self._batch_weight = self._mean_batch_size = 1.0
         self.training_nll = TrainingNLL(args.device)
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
+        self.model_accepts_loss_kwargs = False  # `loss_is_scaled_for_ga` before transformers 5.19
         self._refuse_unsupported()
         self.add_callback(PriorVarianceCallback(self))
         if self.train_dataset is not None:
@@ -224,6 +225,8 @@ class DEELBoTrainer(Trainer):
             nll, posterior = nll * self._batch_weight, self.posterior
             self._last_nll = nll.detach()
             loss = nll + posterior.kl_weight * (posterior.kl.backbone + posterior.kl.head).to(nll.dtype)
+            if self.compute_loss_func is not None and not hasattr(Trainer, "loss_is_scaled_for_ga"):
+                loss = loss / self.current_gradient_accumulation_steps  # `Trainer` took it for scaled, before 5.19
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -303,7 +306,7 @@ class DEELBoTrainer(Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # by accelerate's configuration
             wanted = "FSDP" if self.is_fsdp_enabled else "DeepSpeed"
             raise ValueError(f"{wanted}: is not supported. {SHARD_AT_LOADING}")
-        if self._is_sharded() and not self.is_distributed_loading_by_transformers:
+        if self._is_sharded() and not getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"model: it is sharded in a way that `Trainer` does not know. {SHARD_AT_LOADING}")
         if self._is_sharded() and self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise ValueError(

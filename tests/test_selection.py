@@ -132,9 +132,9 @@ class TestFull:
             trainers.append(weakref.ref(trainer))
             return trainer
 
-        rates = [RATES[0], RATES[3]]  # the best is not the last
+        rates = [RATES[1], RATES[3]]  # the best is not the last
         trainer, selection = select(make_trainer, rates, task.folder, method="full")
-        assert selection.best_learning_rate == RATES[0]
+        assert selection.best_learning_rate == RATES[1]
         assert trainer.de_elbo().value == pytest.approx(selection.trials[0].de_elbo, rel=1e-9)
 
 

@@ -336,7 +336,7 @@ class TestBatchNorm:
             expected = copy.deepcopy(trainer.model).train()(**batch).loss.item()
             with_running = copy.deepcopy(trainer.model).eval()(**batch).loss.item()
         assert trainer.de_elbo(num_samples=1).nll == pytest.approx(expected, abs=1e-5)
-        assert abs(with_running - expected) > 1e-3
+        assert abs(with_running - expected) > 1e-4
 
     def test_running_statistics_on_request(self, make_trainer):
         trainer = make_trainer("resnet", recompute_batch_norm=False)
@@ -700,7 +700,9 @@ class TestCompany:
     def test_peft_adapters_are_what_is_learned(self, make_trainer, tmp_path, assert_same):
         def adapted(seed: int):
             torch.manual_seed(seed)
-            lora = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], r=2)
+            lora = LoraConfig(
+                target_modules=["q_proj", "v_proj", "query", "value"], modules_to_save=["classifier"], r=2
+            )
             return get_peft_model(make_model("vit"), lora)
 
         settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "a")}

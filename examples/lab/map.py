@@ -186,6 +186,7 @@ class MAPTrainer(Trainer):
             most = max(1, len(train_dataset) // (args.world_size * max(1, args.n_gpu)))
             args.per_device_train_batch_size = min(args.per_device_train_batch_size, most)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        self.model_accepts_loss_kwargs = False  # `loss_is_scaled_for_ga` before transformers 5.19
         if self.is_deepspeed_enabled or self.is_fsdp_enabled or is_sharded(self.model):
             raise ValueError("model: it is sharded, which the baseline does not support. Load it whole, and run DDP.")
         self.unaugmented_dataset = train_dataset if unaugmented_dataset is None else unaugmented_dataset

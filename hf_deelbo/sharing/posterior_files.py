@@ -217,10 +217,10 @@ def read_posterior(
     tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm", "model"))
     base = None if config.base is None else _load_base(folder, config, base_model, hub_options or {})
     try:
-        if base is None:
-            model = load_mean(folder, config.auto_class, trust_remote_code)
-        else:
-            with _all_errors_as_value_errors():
+        with _all_errors_as_value_errors():
+            if base is None:
+                model = load_mean(folder, config.auto_class, trust_remote_code)
+            else:
                 model = load_adapters(base, folder)
         parameters = dict(model.named_parameters())
         for name in config.frozen_names:

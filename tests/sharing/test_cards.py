@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import make_dataset, make_model
+from conftest import IS_HUB_CLIENT_1, make_dataset, make_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from peft import LoraConfig, get_peft_model
@@ -180,6 +180,7 @@ def test_the_metadata_of_a_prior(tmp_path):
     assert str(ModelCard.load(file)) == file.read_text()
 
 
+@pytest.mark.skipif(IS_HUB_CLIENT_1, reason="cards are validated at HF_ENDPOINT since huggingface_hub 2")
 @of_both_kinds
 def test_the_hub_finds_the_card_valid(data, loopback_hub):
     for each in (data, replace(data, metrics={}), replace(data, dataset_name="cifar10"), type(data)(data.task)):
@@ -600,7 +601,7 @@ def test_the_snippets_run(kind, auto_class, request):
 @pytest.mark.parametrize(
     ("kind", "auto_class", "modules"),
     [
-        ("image", AutoModelForImageClassification, ["q_proj", "v_proj"]),
+        ("image", AutoModelForImageClassification, ["q_proj", "v_proj", "query", "value"]),
         ("text", AutoModelForSequenceClassification, ["query", "value"]),
     ],
 )

@@ -5,11 +5,12 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import IS_HUB_CLIENT_1, make_model
 from huggingface_hub import (
     CommitOperationAdd,
     HfApi,
@@ -27,9 +28,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import get_session, httpx
+from huggingface_hub.utils import get_session
 from loopback_hub import GITATTRIBUTES, Commit, LoopbackHub
 from transformers import AutoModelForImageClassification
+
+if IS_HUB_CLIENT_1:
+    import httpx
+else:
+    from huggingface_hub.utils import httpx  # httpx2
 
 CARD = b"---\nlicense: mit\ntags:\n- de-elbo\n---\n# A model\n"
 FILES = {
@@ -375,10 +381,14 @@ def test_broken_download(hub, alice, folder, fault, path):
     if fault == "500":
         with pytest.raises(HfHubHTTPError, match="500"):
             snapshot_download("alice/model")
+    elif IS_HUB_CLIENT_1:
+        with suppress(httpx.TransportError):
+            snapshot_download("alice/model")
     # a broken connection the client mends itself
     assert read(snapshot_download("alice/model")).items() >= FILES.items()
 
 
+@pytest.mark.skipif(IS_HUB_CLIENT_1, reason="slow downloads are tried again since huggingface_hub 2")
 def test_slow_download(hub, alice, folder, monkeypatch):
     push(alice, "alice/model", folder)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
@@ -453,6 +463,7 @@ def test_card_is_checked(hub, alice, metadata, error):
     assert commit.status_code == answer.status_code
 
 
+@pytest.mark.skipif(IS_HUB_CLIENT_1, reason="cards are validated at HF_ENDPOINT since huggingface_hub 2")
 def test_client_hears_of_a_bad_card(alice):
     ModelCard(f"---\n{RESULT}---").validate()
     card = ModelCard("---\nlicense: [mit]\n---")

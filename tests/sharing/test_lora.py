@@ -34,7 +34,11 @@ ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG, TENSORS, ADAPTER_CONFIG, ADAPTERS}
 NAMES = {0: "ant", 1: "bee", 2: "cat", 3: "dog"}
 LABELS = {"id2label": NAMES, "label2id": {name: index for index, name in NAMES.items()}}
-TARGETS = {"bert": ["query", "value"], "vit": ["q_proj", "v_proj"], "resnet": ["convolution"]}
+TARGETS = {
+    "bert": ["query", "value"],
+    "vit": ["q_proj", "v_proj", "query", "value"],  # of which older transformers have the second two
+    "resnet": ["convolution"],
+}
 
 
 def load_from(base: str, kind: str = "bert", **kwargs) -> PreTrainedModel:
