@@ -602,7 +602,7 @@ class DEELBoTrainer(Trainer):
             language, license: as the Hub spells them.
             finetuned_from: the base model, if the model does not tell it.
             dataset: what it was trained on, an id on the Hub or a name.
-            **kwargs: any attribute of `model_card.PosteriorCardData`, or what `Trainer` knows and we do not.
+            **kwargs: any attribute of `sharing.cards.PosteriorCardData`, or what `Trainer` knows and we do not.
         """
         if not self.is_world_process_zero():
             return
