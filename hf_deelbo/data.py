@@ -2,12 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
 import torch
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "class")
@@ -42,6 +44,25 @@ def column_of_labels(dataset: Any) -> list[int] | None:
                 return column_of(dataset, name)
     labels = getattr(dataset, "labels", None)
     return labels if isinstance(labels, list) else None
+
+
+@contextmanager
+def nothing_dropped(args: TrainingArguments) -> Iterator[None]:
+    """Within it `dataloader_drop_last` is off: it is for training, and an evaluation wants every example.
+
+    Example:
+        >>> args = TrainingArguments("outputs", dataloader_drop_last=True)
+        >>> with nothing_dropped(args):
+        ...     args.dataloader_drop_last
+        False
+        >>> args.dataloader_drop_last
+        True
+    """
+    drop_last, args.dataloader_drop_last = args.dataloader_drop_last, False
+    try:
+        yield
+    finally:
+        args.dataloader_drop_last = drop_last
 
 
 def in_equal_batches(

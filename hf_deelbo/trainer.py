@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, PushInProgress, l
 
 from .callbacks import PriorVarianceCallback, TrainingNLL
 from .config import SHARD_AT_LOADING, DEELBoConfig, check_count
-from .data import class_balanced_indices, column_of_labels, in_equal_batches
+from .data import class_balanced_indices, column_of_labels, in_equal_batches, nothing_dropped
 from .metrics import METRICS
 from .objective import DEELBo
 from .priors import GaussianPrior
@@ -469,21 +468,13 @@ class DEELBoTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """`Trainer`'s, with every example: `dataloader_drop_last` is for training."""
-        with self._nothing_dropped():
+        with nothing_dropped(self.args):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
         """`Trainer`'s, with every example: `dataloader_drop_last` is for training."""
-        with self._nothing_dropped():
+        with nothing_dropped(self.args):
             return super().get_test_dataloader(test_dataset)
-
-    @contextmanager
-    def _nothing_dropped(self) -> Iterator[None]:
-        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
-            yield
-        finally:
-            self.args.dataloader_drop_last = drop_last
 
     # ---- Passes over the training inputs ---------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ with alpha = 1/lambda and beta = 1/tau.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, Self
@@ -23,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_che
 from transformers.utils import logging
 
 from hf_deelbo.config import PAPER, check_count, positive_number
+from hf_deelbo.data import nothing_dropped
 from hf_deelbo.priors import PRIORS, SAVED_PRIORS, GaussianPrior, IsotropicPrior
 from hf_deelbo.sharing.priors import load_prior
 from hf_deelbo.weights.batch_norm import batch_norm_layers
@@ -314,21 +314,13 @@ class MAPTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """`Trainer`'s, of every example."""
-        with self._keeping_the_last_batch():
+        with nothing_dropped(self.args):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """`Trainer`'s, of every example."""
-        with self._keeping_the_last_batch():
+        with nothing_dropped(self.args):
             return super().get_test_dataloader(test_dataset)
-
-    @contextmanager
-    def _keeping_the_last_batch(self) -> Iterator[None]:
-        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
-        try:
-            yield
-        finally:
-            self.args.dataloader_drop_last = drop_last
 
 
 def _add_pull_(
