@@ -446,8 +446,8 @@ class DEELBoTrainer(Trainer):
                     loss, logits, labels = step(dict(inputs), prediction_loss_only=False)
                 log_probabilities.append(torch.log_softmax(_first(logits).float(), dim=-1))
             logits = average = torch.logsumexp(torch.stack(log_probabilities), dim=0) - math.log(num_samples)
-        if loss is not None and num_own != 0:
-            loss = self._nll_of(average[:num_own], labels[:num_own])
+        if loss is not None:  # of a process with none of its own `Trainer` drops it
+            loss = self._nll_of(average[: num_own or None], labels[: num_own or None])
         return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
 
     def _num_own_examples(self, inputs: dict[str, Any]) -> int | None:
