@@ -110,21 +110,20 @@ class GaussianPrior(ABC):
 
     def optimal_variance(self, w: Tensors, sigma: torch.Tensor) -> torch.Tensor:
         """lambda* = [ sigma^2 tr(Sigma_p^-1) + (mu_p - w)^T Sigma_p^-1 (mu_p - w) ] / D."""
-        return self._optimal_variance(sigma, self.mahalanobis(w))
+        return optimal_variance(
+            sigma, mahalanobis=self.mahalanobis(w), trace_inverse=self.trace_inverse, num_parameters=self.group_sizes
+        )
 
     def kl(self, w: Tensors, sigma: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
         """KL( N(w, sigma^2 I) || N(mu_p, variance * Sigma_p) ); see `objective.gaussian_kl`."""
-        return self._kl(sigma, variance, self.mahalanobis(w))
-
-    def optimum(self, w: Tensors, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The optimal variance and the KL there, with one pass over the weights."""
-        mahalanobis = self.mahalanobis(w)
-        variance = self._optimal_variance(sigma, mahalanobis)
-        return variance, self._kl(sigma, variance, mahalanobis)
-
-    def own(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Those of the tensors whose parameters this prior is over."""
-        return {name: tensors[name] for name in self.shapes}
+        return gaussian_kl(
+            sigma,
+            variance,
+            mahalanobis=self.mahalanobis(w),
+            trace_inverse=self.trace_inverse,
+            log_det=self.log_det,
+            num_parameters=self.group_sizes,
+        )
 
     def check_matches(self, parameters: Tensors) -> None:
         """Raise a `ValueError` unless this prior is over exactly these names and shapes."""
@@ -142,21 +141,6 @@ class GaussianPrior(ABC):
                     f"prior: {name!r} has shape {tuple(shape)}, but {tuple(parameters[name].shape)} in the model. "
                     "Use a prior learned on this architecture."
                 )
-
-    def _optimal_variance(self, sigma: torch.Tensor, mahalanobis: torch.Tensor) -> torch.Tensor:
-        return optimal_variance(
-            sigma, mahalanobis=mahalanobis, trace_inverse=self.trace_inverse, num_parameters=self.group_sizes
-        )
-
-    def _kl(self, sigma: torch.Tensor, variance: torch.Tensor, mahalanobis: torch.Tensor) -> torch.Tensor:
-        return gaussian_kl(
-            sigma,
-            variance,
-            mahalanobis=mahalanobis,
-            trace_inverse=self.trace_inverse,
-            log_det=self.log_det,
-            num_parameters=self.group_sizes,
-        )
 
 
 class IsotropicPrior(GaussianPrior):

@@ -211,7 +211,7 @@ class MAPTrainer(Trainer):
         """strength/2 (w - mu_p)^T Sigma_p^-1 (w - mu_p) at the present weights, of the backbone and of the head."""
         weights = values_of(parameters_by_name(self.model))
         parts = zip(self.priors, self.strengths, strict=True)
-        return Penalty(*(strength / 2 * prior.mahalanobis(prior.own(weights)) for prior, strength in parts))
+        return Penalty(*(strength / 2 * prior.mahalanobis(weights) for prior, strength in parts))
 
     # ---- Training --------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class MAPTrainer(Trainer):
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
         norms = []
         for prior, strength in zip(self.priors, self.strengths, strict=True):
-            norms += _add_pull_(gradients, prior, prior.own(weights), torch.as_tensor(scale * strength))
+            norms += _add_pull_(gradients, prior, weights, torch.as_tensor(scale * strength))
         return torch.stack(norms)
 
     def _raise_non_finite(self, loss: torch.Tensor) -> None:
