@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import torch
 from conftest import make_dataset, make_model
 from torch import nn
+from tqdm import auto, std
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
 from hf_deelbo.sharing.checkpoints import LIST_FILE, newest_whole
@@ -77,6 +79,8 @@ def started(work: Callable[[], None]) -> int:
         return child
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        for bar in (std.tqdm, auto.tqdm):  # theirs is shared by all children, and one that is killed may hold it
+            bar.set_lock(threading.RLock())
         work()
         os._exit(0)
     finally:
