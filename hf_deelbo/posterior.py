@@ -338,9 +338,8 @@ class Posterior:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         self._last_drawn = None  # it is spent
         if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
-            reshard(self.model)
-            self._sampled = parameters_by_name(self.model)
             self._sample = self.parameters()
+            self._sampled = parameters_by_name(self.model)
         for parameter in self._sampled.values():
             if parameter.grad is None:  # the loss does not reach it, but the prior pulls there too
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,7 +1,7 @@
 """SWAG (Maddox et al. 2019): a Gaussian fitted to the weights that training passes through.
 
-It turns a run on a source task into an informative prior for others: PTYL's prior, a
-`LowRankPrior`. `SWAGMoments` are the mathematics, `SWAGCallback` says when the weights are collected.
+It turns a run on a source task into an informative prior for others: PTYL's prior, a `LowRankPrior`. `SWAGMoments`
+are the mathematics, `SWAGCallback` says when the weights are collected.
 """
 
 import math
