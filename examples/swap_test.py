@@ -154,7 +154,6 @@ def id_of(config: dict[str, Any]) -> str:
 
 def carry_out(config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Train and test; the line to note."""
-    torch.set_num_threads(1)
     task = task_of(config, options)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(config, task, folder)
@@ -167,7 +166,8 @@ def carry_out(config: dict[str, Any], options: argparse.Namespace) -> dict[str, 
 
 
 def task_of(config: dict[str, Any], options: argparse.Namespace) -> Task:
-    """The data, and the model that fits them."""
+    """The data, and the model that fits them, for one thread."""
+    torch.set_num_threads(1)
     data = DataArguments(**config["data"], subset_seed=config["subset_seed"], cache_images=True)
     if options.data_root is not None and data.dataset_name != EMBEDDED_DATASET:
         data.dataset_name = os.path.join(options.data_root, data.dataset_name)
@@ -224,10 +224,13 @@ def tests(trainer: Trainer, task: Task) -> dict[str, dict[str, float]]:
     return found
 
 
-def run_all(options: argparse.Namespace) -> None:
+def run_all(
+    configs: Sequence[dict[str, Any]],
+    carry_out: Callable[[dict[str, Any]], dict[str, Any]],
+    options: argparse.Namespace,
+) -> None:
     """Carry out what has no line yet; a run that fails is told, and does not stop the others."""
     done = {line["id"] for line in read_lines(options.results)}
-    configs = configs_of(options)
     left = [config for config in configs if id_of(config) not in done]
     print(f"{len(configs) - len(left)} of {len(configs)} runs are done.", flush=True)
 
@@ -246,10 +249,10 @@ def run_all(options: argparse.Namespace) -> None:
 
     if options.jobs == 1:
         for config in left:
-            note(config, partial(carry_out, config, options))
+            note(config, partial(carry_out, config))
     else:
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            futures = {pool.submit(carry_out, config, options): config for config in left}
+            futures = {pool.submit(carry_out, config): config for config in left}
             for future in as_completed(futures):
                 note(futures[future], future.result)
     if failed:
@@ -261,7 +264,8 @@ def run_all(options: argparse.Namespace) -> None:
 
 def name_of(config: dict[str, Any]) -> str:
     """The row, and what was set of the method."""
-    return " ".join([config["row"], *(f"{name}={value}" for name, value in config["deelbo"].items())])
+    kappa = {"kappa": config["kappa"]} if "kappa" in config else {}
+    return " ".join([config["row"], *(f"{name}={value}" for name, value in (config["deelbo"] | kappa).items())])
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -319,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.table:
         print(table(read_lines(options.results)))
     else:
-        run_all(options)
+        run_all(configs_of(options), partial(carry_out, options=options), options)
 
 
 if __name__ == "__main__":
