@@ -1,14 +1,17 @@
 """Rows of a dataset: their labels, subsets in which classes are balanced, batches as equal as can be."""
 
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from PIL import Image
+from torch.utils.data import DataLoader, Subset
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
@@ -44,6 +47,37 @@ def column_of_labels(dataset: Any) -> list[int] | None:
                 return column_of(dataset, name)
     labels = getattr(dataset, "labels", None)
     return labels if isinstance(labels, list) else None
+
+
+def some_of(dataset: Any, indices: Sequence[int]) -> Any:
+    """Rows of a dataset, as a dataset.
+
+    Example:
+        >>> list(some_of(["a", "b", "c"], [0, 2]))
+        ['a', 'c']
+    """
+    return dataset.select(indices) if hasattr(dataset, "select") else Subset(dataset, indices)
+
+
+def digests_of(dataset: Any, without: Collection[str] = ()) -> list[bytes]:
+    """A hash of what each row holds but for some columns, to find the same rows in another dataset.
+
+    Example:
+        >>> rows = [{"text": "a", "label": 0}, {"text": "a", "label": 1}, {"text": "b", "label": 0}]
+        >>> a, also_a, b = digests_of(rows, without=["label"])
+        >>> a == also_a, a == b
+        (True, False)
+    """
+
+    def digest(row: Mapping[str, Any]) -> bytes:
+        content = hashlib.sha256()
+        for name in sorted(row.keys() - set(without)):
+            value = row[name]
+            is_array = isinstance(value, (torch.Tensor, np.ndarray, Image.Image))
+            content.update(name.encode() + (np.asarray(value).tobytes() if is_array else repr(value).encode()))
+        return content.digest()
+
+    return [digest(dataset[index]) for index in range(len(dataset))]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from .objective import (
     shared_posterior_variance,
 )
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
+from .temperature import Temperatures, fit_temperature, log_of, tempered
 from .weights.batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
 from .weights.blocks import (
     Block,
@@ -34,7 +35,7 @@ from .weights.blocks import (
     point_to,
     total,
 )
-from .weights.parameters import in_eval_mode
+from .weights.parameters import in_eval_mode, last_linear
 from .weights.shards import check_sharding, class_of, is_sharded, reshard
 
 # sigma^2 falls to a quarter at most from one step to the next; up to this sigma, which does no harm, it grows at once
@@ -74,6 +75,7 @@ class Posterior:
         kl: KL of backbone and head at that moment.
         kl_annealing: the part of the KL's weight that is in force; 1 but in training.
         de_elbo: J as the trainer measured it at the present means, or `None`.
+        temperatures: what predictions are tempered by, at the present means, see `calibrate`.
         is_sampled: whether the model holds a weight sample now.
         num_parameters: D.
 
@@ -135,6 +137,7 @@ class Posterior:
         self.curvature = Curvature(like=self.rho) if sigma_update == "closed-form" else None
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
+        self.temperatures = Temperatures()
         self.is_sampled = False
         self._sampled: dict[str, nn.Parameter] = {}  # the parameters that hold the sample
         self._means: Tensors = {}  # while they do
@@ -229,7 +232,8 @@ class Posterior:
             tau*    = sigma^2 + |V_bar|^2 / D_V
 
         each over the weights of a group, and note the KL there. Where the optimiser learns rho, sigma is left to it.
-        What was computed at earlier means, J and batch-norm statistics, is forgotten with the earlier sigma.
+        What was computed at earlier means, J, temperatures and batch-norm statistics, is forgotten with the earlier
+        sigma.
 
         Args:
             growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; by default it goes to its optimum at once.
@@ -248,8 +252,7 @@ class Posterior:
         distances = torch.cat([prior.mahalanobis(weights).reshape(-1) for prior in (self.prior, self.head_prior)])
 
         if with_sigma:
-            self.sample_statistics.clear()
-            self.de_elbo = None
+            self._forget_what_was_computed()
         if with_sigma and self.curvature is not None:
             # of each group, or of all of them together; where nothing is known yet it stays
             best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
@@ -405,15 +408,75 @@ class Posterior:
 
             p(y | x) = 1/S sum_s softmax( f(x; w_s) ),    w_s ~ q
 
+        and, once `calibrate` was called, p^(1/T) / sum p^(1/T).
+
         Args:
             inputs: keyword arguments of the model, which is put in eval mode for the call.
             num_samples: S; 0 is the posterior mean.
         """
         _check_count("num_samples", num_samples)
         if num_samples:
-            return self.sample_proba(inputs, num_samples).mean(0)
+            return tempered(self.sample_proba(inputs, num_samples).mean(0), self.temperatures.average)
         with in_eval_mode(self.model):
-            return self._probabilities(inputs)
+            return tempered(self._probabilities(inputs), self.temperatures.mean)
+
+    def calibrate(self, batches: Iterable[Mapping[str, Any]], num_samples: int = 10) -> Temperatures:
+        """Fit two temperatures on examples that were not trained on; `predict_proba` and what is saved use them.
+
+        Accuracy at the mean is not touched. `DEELBoTrainer.calibrate` takes a dataset, and
+        `selection.select(..., calibrate=True)` needs no examples beside those of training.
+
+        Args:
+            batches: keyword arguments of the model, with their `labels`; a `DataLoader` for instance.
+            num_samples: S, of the averaged probabilities; 0 leaves their temperature at 1.
+
+        Example:
+            >>> model = nn.Linear(2, 2)
+            >>> posterior = Posterior(model, ["weight", "bias"], num_examples=10)
+            >>> batch = {"input": torch.randn(20, 2), "labels": torch.tensor([0, 1] * 10)}
+            >>> posterior.calibrate([batch]) == posterior.temperatures
+            True
+        """
+        _check_count("num_samples", num_samples)
+        self.temperatures = Temperatures()
+        labels, at_mean, averaged = [], [], []
+        for batch in batches:
+            if "labels" not in batch:
+                raise ValueError(f"batches: each needs `labels`; this one has {', '.join(batch)}.")
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            labels.append(batch["labels"])
+            at_mean.append(log_of(self.predict_proba(inputs)))
+            if num_samples:
+                averaged.append(log_of(self.predict_proba(inputs, num_samples)))
+        if not labels:
+            raise ValueError("batches: there are none; a temperature needs examples that were not trained on.")
+        fitted = [fit_temperature(torch.cat(part), torch.cat(labels)) for part in (at_mean, averaged) if part]
+        self.temperatures = Temperatures(*fitted)
+        return self.temperatures
+
+    @torch.no_grad()
+    def calibrated_model(self) -> nn.Module:
+        """A copy of the model at the posterior mean, in eval mode, whose own logits are divided by the temperature.
+
+        Its last linear layer is scaled by 1/T. So `pipeline(..., model=posterior.calibrated_model())` gives the
+        probabilities of `predict_proba`. It is no posterior mean any more: share it as a model, not as a posterior.
+
+        Example:
+            >>> posterior = Posterior(nn.Linear(2, 2), ["weight", "bias"], num_examples=10)
+            >>> posterior.temperatures = Temperatures(mean=2.0)
+            >>> x = torch.randn(5, 2)
+            >>> torch.allclose(2 * posterior.calibrated_model()(x), posterior.model(x))
+            True
+        """
+        if self._is_sharded:
+            raise ValueError("calibrated_model: a sharded model cannot be copied. Save the posterior, and load it.")
+        if self.is_sampled:
+            raise RuntimeError(f"calibrated_model: {HOLDS_SAMPLE}")
+        model = copy.deepcopy(self.model).eval()
+        last = last_linear(model, self._head_names)
+        for parameter in last.parameters():
+            parameter.div_(self.temperatures.mean)
+        return model
 
     @torch.no_grad()
     def sample_proba(self, inputs: Mapping[str, Any], num_samples: int) -> torch.Tensor:
@@ -492,10 +555,14 @@ class Posterior:
             own[name].copy_(state[name])
         self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
         self._describe_groups()
-        self.sample_statistics.clear()
-        self.de_elbo = None
+        self._forget_what_was_computed()
 
     # ---- Inside ----------------------------------------------------------------------------------------------------
+
+    def _forget_what_was_computed(self) -> None:
+        """The means or sigma are others now."""
+        self.sample_statistics.clear()
+        self.de_elbo, self.temperatures = None, Temperatures()
 
     def _describe_groups(self) -> None:
         """Note D_g, tr(Sigma_p^-1) and log det Sigma_p of each group."""

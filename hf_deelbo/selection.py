@@ -21,18 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from .callbacks import examples_of_a_step
 from .config import check_count
+from .data import class_balanced_indices, column_of_labels
 from .sharing.checkpoints import newest_whole
 from .sharing.files import ResultsFile, as_json
+from .temperature import Temperatures
 from .trainer import DEELBoTrainer
 
 logger = logging.get_logger(__name__)
 
 METHODS = ("full", "halving")
-RESULTS_FILE = "selection.json"
+RESULTS_FILE, HELD_OUT = "selection.json", "held_out"
 HALVING_BUDGET = 1.3
 # sooner, J ranks by chance: after three steps another CPU's rounding made another choice, of a rate that did not learn
 LEAST_STEPS = 10
@@ -56,16 +59,18 @@ class Selection:
 
     Attributes:
         runs: the whole cost, in full runs.
+        temperatures: of predictions, fitted on a fifth that was held out of one more run; 1 if that was not asked for.
     """
 
     method: str
     best_learning_rate: float
     trials: tuple[Trial, ...]
     runs: float
+    temperatures: Temperatures
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: J of a trial that diverged is null."""
-        return as_json(asdict(self))
+        return as_json(asdict(self) | {"temperatures": self.temperatures._asdict()})
 
 
 # a trainer of the whole run for a learning rate, that writes into the folder
@@ -78,6 +83,7 @@ def select(
     folder: str | os.PathLike,
     method: str = "halving",
     num_samples: int | None = None,
+    calibrate: bool = False,
 ) -> tuple[DEELBoTrainer, Selection]:
     """Train with the learning rates and return the trainer of the best, trained in full, and what was measured.
 
@@ -91,6 +97,9 @@ def select(
         method: `"full"` or `"halving"`.
         num_samples: weight samples of J in full length; default is the trainer's `args.num_elbo_samples`. On the way
             there, halving takes one, and at most 512 examples.
+        calibrate: train with the chosen rate once more, on four fifths of the rows, and fit the temperatures of
+            predictions on the other fifth, class-balanced. The posterior of all rows has them then, although no row is
+            kept from it.
 
     Example:
         ```python
@@ -117,8 +126,11 @@ def select(
     if best.de_elbo == -math.inf:
         raise FloatingPointError("Every learning rate diverged. Give smaller ones.")
     session.clean_up(keep=best.learning_rate)
-    selection = Selection(method, best.learning_rate, tuple(session.trials), session.runs())
-    return session.trainer_of(best.learning_rate), selection
+    temperatures = session.temperatures(best.learning_rate) if calibrate else Temperatures()
+    selection = Selection(method, best.learning_rate, tuple(session.trials), session.runs(), temperatures)
+    trainer = session.trainer_of(best.learning_rate)
+    trainer.posterior.temperatures = temperatures
+    return trainer, selection
 
 
 def halving_steps(num_rates: int, max_steps: int, warmup_steps: int = 0) -> list[int]:
@@ -222,6 +234,7 @@ class _Session:
         known = self.file.read()
         self.max_steps, self.warmup_steps = known.get("max_steps"), known.get("warmup_steps", 0)
         self.trials = [Trial(**trial) for trial in known.get("trials", [])]
+        self.calibration: dict[str, Any] = known.get("calibration", {})
         self._last: tuple[float, DEELBoTrainer] | None = None
 
     def run(self, learning_rate: float, rung: int) -> Trial:
@@ -243,10 +256,26 @@ class _Session:
         logger.info(f"learning rate {learning_rate:g}: J = {value:.6g} after {steps} of {self.max_steps} steps")
         self._last = learning_rate, trainer
         self.trials.append(trial)
+        self._note(trainer)
+        return trial
+
+    def temperatures(self, learning_rate: float) -> Temperatures:
+        """Of a run without a fifth of the rows, fitted on them; what was fitted before is not fitted again."""
+        if not self.calibration:
+            start, trainer = time.perf_counter(), self._new_trainer(learning_rate, self.folder / HELD_OUT)
+            rows = trainer.hold_out(_a_fifth(trainer))
+            trainer.train(resume_from_checkpoint=newest_whole(trainer.args.output_dir))
+            found = trainer.calibrate(rows, self.num_samples)
+            steps = {"steps": trainer.state.global_step, "seconds": time.perf_counter() - start}
+            self.calibration = found._asdict() | steps
+            self._note(trainer)
+        return Temperatures(self.calibration["mean"], self.calibration["average"])
+
+    def _note(self, trainer: DEELBoTrainer) -> None:
         if trainer.is_world_process_zero():
             steps = {"max_steps": self.max_steps, "warmup_steps": self.warmup_steps}
-            self.file.write(steps | {"trials": [asdict(trial) for trial in self.trials]})
-        return trial
+            trials = {"trials": [asdict(trial) for trial in self.trials]}
+            self.file.write(steps | trials | ({"calibration": self.calibration} if self.calibration else {}))
 
     def trainer_of(self, learning_rate: float) -> DEELBoTrainer:
         """The trainer that trained with the rate in full, or one that loads what it learned."""
@@ -261,7 +290,7 @@ class _Session:
         furthest = {}
         for trial in self.trials:
             furthest[trial.learning_rate] = max(trial.steps, furthest.get(trial.learning_rate, 0))
-        return sum(furthest.values()) / self.max_steps
+        return (sum(furthest.values()) + self.calibration.get("steps", 0)) / self.max_steps
 
     def clean_up(self, keep: float) -> None:
         """Remove the checkpoints of the other rates."""
@@ -272,9 +301,11 @@ class _Session:
     def _folder_of(self, learning_rate: float) -> Path:
         return self.folder / f"lr{learning_rate}"
 
-    def _new_trainer(self, learning_rate: float) -> DEELBoTrainer:
+    def _new_trainer(self, learning_rate: float, folder: str | None = None) -> DEELBoTrainer:
         self._last = None  # before there is another model in memory
-        return self.make_trainer(learning_rate, str(self._folder_of(learning_rate)))
+        return self.make_trainer(
+            learning_rate, str(self.folder / folder if folder else self._folder_of(learning_rate))
+        )
 
     def _train_and_measure(self, trainer: DEELBoTrainer, steps: int) -> float:
         trainer.add_callback(_StopAt(steps))
@@ -302,6 +333,15 @@ def _num_steps(trainer: DEELBoTrainer) -> tuple[int, int]:
     max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     warmup_examples = trainer.args.kl_warmup_epochs * trainer.posterior.num_examples
     return max_steps, math.ceil(warmup_examples / examples_of_a_step(trainer.args))
+
+
+def _a_fifth(trainer: DEELBoTrainer) -> list[int]:
+    """Rows of the training set, class-balanced as far as labels can be told."""
+    dataset = trainer.train_dataset
+    size = len(dataset) // 5 if has_length(dataset) else 0
+    if size == 0:
+        raise ValueError("calibrate: needs a training set that tells its length, of at least five rows.")
+    return class_balanced_indices(column_of_labels(dataset) or [0] * len(dataset), size, trainer.args.seed)
 
 
 def _best_first(trials: Sequence[Trial]) -> list[Trial]:

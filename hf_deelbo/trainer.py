@@ -6,7 +6,7 @@ Private methods of `Trainer` that are overridden, each with its reason: `_clip_g
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
@@ -35,7 +35,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, PushInProgress, l
 
 from .callbacks import PriorVarianceCallback, TrainingNLL
 from .config import SHARD_AT_LOADING, DEELBoConfig, check_count
-from .data import class_balanced_indices, column_of_labels, in_equal_batches, nothing_dropped
+from .data import class_balanced_indices, column_of_labels, digests_of, in_equal_batches, nothing_dropped, some_of
 from .metrics import METRICS
 from .objective import DEELBo
 from .priors import GaussianPrior
@@ -47,6 +47,7 @@ from .sharing.models import auto_class_of
 from .sharing.posterior_files import read_state, write_posterior
 from .sharing.posteriors import GaussianPosterior
 from .sharing.priors import load_prior
+from .temperature import Temperatures, fit_temperature
 from .weights.batch_norm import batch_norm_layers
 from .weights.parameters import backbone_of, head_parameter_names, in_eval_mode
 from .weights.shards import is_sharded
@@ -428,24 +429,28 @@ class DEELBoTrainer(Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """NLL and logits at the posterior mean, or of the probabilities averaged over weight samples.
 
-        In the second case the logits are log( 1/S sum_s softmax(logits_s) ), whose softmax is the average. The NLL
-        leaves out the examples that fill up the last batch of several processes.
+        In the second case the logits are log( 1/S sum_s softmax(logits_s) ), whose softmax is the average. Both are
+        divided by the temperature that `calibrate` found. The NLL leaves out the examples that fill up the last batch
+        of several processes.
         """
         num_samples, num_own = self.args.num_eval_samples, self._num_own_examples(inputs)
         step = partial(super().prediction_step, model, ignore_keys=ignore_keys)
+        temperatures = self.posterior.temperatures
         if num_samples == 0:
-            is_whole = num_own is None
+            is_whole = num_own is None and temperatures.mean == 1
             loss, logits, labels = step(inputs, prediction_loss_only=prediction_loss_only and is_whole)
-            if is_whole or loss is None:
+            if is_whole:
                 return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
-            average = _first(logits)
+            average = _first(logits) / temperatures.mean
+            logits = (average, *logits[1:]) if isinstance(logits, (tuple, list)) else average
         else:
             log_probabilities = []
             for seed in range(num_samples):
                 with self.posterior.evaluated_at(seed):
                     loss, logits, labels = step(dict(inputs), prediction_loss_only=False)
                 log_probabilities.append(torch.log_softmax(_first(logits).float(), dim=-1))
-            logits = average = torch.logsumexp(torch.stack(log_probabilities), dim=0) - math.log(num_samples)
+            log_average = torch.logsumexp(torch.stack(log_probabilities), dim=0) - math.log(num_samples)
+            logits = average = log_average / temperatures.average
         if loss is not None:  # of a process with none of its own `Trainer` drops it
             loss = self._nll_of(average[: num_own or None], labels[: num_own or None])
         return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
@@ -475,6 +480,84 @@ class DEELBoTrainer(Trainer):
         """`Trainer`'s, with every example: `dataloader_drop_last` is for training."""
         with nothing_dropped(self.args):
             return super().get_test_dataloader(test_dataset)
+
+    # ---- Calibration -----------------------------------------------------------------------------------------------
+
+    def calibrate(self, dataset: Dataset | datasets.Dataset, num_samples: int | None = None) -> Temperatures:
+        """Fit the temperatures of the posterior's predictions on rows that were not trained on.
+
+        They are part of `posterior` until it is trained further: `evaluate`, `predict`, `predict_proba`, cards and
+        saved files have them. Test on other rows than these. Without rows to spare, see `selection.select`.
+
+        Args:
+            dataset: rows with labels, as for `evaluate`. If more than a tenth are the same as rows of the training
+                set (without augmentation), they are refused.
+            num_samples: S, of the averaged probabilities; default is `args.num_elbo_samples`.
+
+        Example:
+            ```python
+            trainer.train()
+            trainer.calibrate(validation)
+            trainer.evaluate(test)
+            ```
+        """
+        num_samples = self.args.num_elbo_samples if num_samples is None else num_samples
+        check_count("num_samples", num_samples)
+        if self.compute_loss_func is not None:
+            raise ValueError("compute_loss_func: a temperature is of class probabilities, not of another likelihood.")
+        self._refuse_training_rows(dataset)
+        return self._fit_temperatures(dataset, num_samples)
+
+    def _fit_temperatures(self, dataset: Any, num_samples: int) -> Temperatures:
+        self.posterior.temperatures = Temperatures()
+        as_asked, fitted = self.args.num_eval_samples, []
+        try:
+            for self.args.num_eval_samples in (0, num_samples):
+                output = self.predict(dataset)
+                logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+                fitted.append(fit_temperature(torch.as_tensor(logits), torch.as_tensor(output.label_ids)))
+        finally:
+            self.args.num_eval_samples = as_asked
+        self._evaluations.clear()
+        self.posterior.temperatures = Temperatures(*fitted)
+        return self.posterior.temperatures
+
+    def _refuse_training_rows(self, dataset: Any) -> None:
+        trained_on = self.train_dataset if self._elbo_dataset is None else self._elbo_dataset
+        if trained_on is None or not (has_length(dataset) and has_length(trained_on)):
+            return
+        known = set(digests_of(trained_on, without=self.label_names))
+        count = sum(digest in known for digest in digests_of(dataset, without=self.label_names))
+        what = f"{count} of its {len(dataset)} rows are in the training set, where the model is right too often"
+        if count > len(dataset) / 10:
+            raise ValueError(
+                f"dataset: {what} to tell how sure it may be. Give rows that were held out, or let `selection.select("
+                "..., calibrate=True)` hold some out for a while."
+            )
+        if count:
+            logger.warning(f"dataset: {what}; leave them out.")
+
+    def hold_out(self, indices: Sequence[int]) -> Any:
+        """Take rows out of the training set before it is trained; N follows. Returned without augmentation.
+
+        Args:
+            indices: of the rows.
+        """
+        dataset, augmented = self._training_inputs(), self.train_dataset
+        if self.state.global_step:
+            raise RuntimeError("hold_out: the trainer has trained on these rows; call it before.")
+        if self.args.num_train_examples is not None or not has_length(augmented) or len(dataset) != len(augmented):
+            raise ValueError(
+                "train_dataset: rows can be held out of one with a length, of which `elbo_dataset` has the same rows, "
+                "and without `num_train_examples`."
+            )
+        rest = sorted(set(range(len(dataset))) - set(indices))
+        self.train_dataset = some_of(augmented, rest)
+        self._elbo_dataset = some_of(dataset, rest)
+        self._posterior = None
+        self._keep_batch_within_dataset()
+        _ = self.posterior
+        return some_of(dataset, list(indices))
 
     # ---- Passes over the training inputs ---------------------------------------------------------------------------
 

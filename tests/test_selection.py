@@ -9,12 +9,14 @@ import torch
 from conftest import make_dataset, make_model
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo.data import class_balanced_indices
 from hf_deelbo.selection import (
     elbo_objective,
     halving_runs,
     halving_steps,
     select,
 )
+from hf_deelbo.temperature import Temperatures, fit_temperature
 
 RATES = [0.1, 0.01, 0.001, 0.0001]
 
@@ -281,6 +283,48 @@ class TestRefusals:
         (task.folder / "selection.json").write_text(json.dumps(old))
         with pytest.raises(ValueError, match=r"holds another search \(it differs in: learning_rates\)"):
             select(task.make_trainer, RATES, task.folder)
+
+
+class TestCalibration:
+    def test_it_is_that_of_a_run_without_a_fifth_and_the_posterior_has_all_rows(self, task):
+        trainer, selection = select(task.make_trainer, [0.1], task.folder, calibrate=True)
+        plain, _ = select(task.make_trainer, [0.1], task.folder.with_name("plain"))
+        assert selection.runs == 2.0
+        assert trainer.posterior.temperatures == selection.temperatures != Temperatures()
+        assert_same_weights(trainer, plain)
+
+        by_hand = task.make_trainer(0.1, str(task.folder.with_name("by_hand")))
+        labels = torch.tensor([row["labels"] for row in by_hand.train_dataset])
+        held_out = class_balanced_indices([0] * 24, 4, by_hand.args.seed)
+        rows = by_hand.train_dataset
+        by_hand = DEELBoTrainer(
+            make_model("vit"), by_hand.args, train_dataset=[row for i, row in enumerate(rows) if i not in held_out]
+        )
+        by_hand.train()
+        inputs = {"pixel_values": torch.stack([rows[i]["pixel_values"] for i in held_out])}
+        for num_samples, temperature in zip((0, 3), selection.temperatures, strict=True):
+            probabilities = by_hand.posterior.predict_proba(inputs, num_samples)
+            assert temperature == pytest.approx(fit_temperature(probabilities.log(), labels[held_out]), rel=1e-4)
+
+    def test_it_is_not_done_twice(self, task):
+        _, first = select(task.make_trainer, [0.1], task.folder, calibrate=True)
+        task.steps = 0
+        trainer, again = select(task.make_trainer, [0.1], task.folder, calibrate=True)
+        assert (task.steps, again) == (0, first)
+        assert trainer.posterior.temperatures == first.temperatures
+
+    def test_it_needs_rows_to_hold_out(self, task):
+        def make_trainer(learning_rate, output_dir):
+            trainer = task.make_trainer(learning_rate, output_dir)
+            return DEELBoTrainer(trainer.model, trainer.args, train_dataset=make_dataset("vit", size=4))
+
+        with pytest.raises(ValueError, match="calibrate: needs a training set .* of at least five rows"):
+            select(make_trainer, [0.1], task.folder, calibrate=True)
+
+
+def assert_same_weights(trainer: DEELBoTrainer, other: DEELBoTrainer) -> None:
+    for name, w in trainer.posterior.parameters().items():
+        assert torch.equal(w, other.posterior.parameters()[name])
 
 
 def test_j_is_an_objective_of_hyperparameter_search(make_config):

@@ -28,6 +28,7 @@ from hf_deelbo.selection import halving_runs, select
 from hf_deelbo.sharing.files import as_json, write_whole
 from hf_deelbo.sharing.hub import fetch
 from hf_deelbo.sharing.prior_files import PriorConfig
+from hf_deelbo.temperature import Temperatures
 from hf_deelbo.trainer import DEELBoTrainer
 
 from .backbones import EMBEDDED_MODEL, EMBEDDED_MODELS
@@ -51,7 +52,7 @@ DEELBO_METHODS = ("deelbo-full", "deelbo-halving", "deelbo-single", "elbo")
 MAP_METHODS = ("map-grid", "map-random", "map-tpe")
 # fields of a run whose value is a list; every other field with a list stands for several runs
 _LISTS = ("learning_rates", "penalties")
-_OF_DEELBO = ("sigma_update", "grouping", "init_sigma", "kappa", "num_samples")
+_OF_DEELBO = ("sigma_update", "grouping", "init_sigma", "kappa", "num_samples", "calibrate")
 _OF_MAP = ("penalties", "num_trials")
 
 
@@ -73,6 +74,7 @@ class StudyRun:
         steps: of each training run.
         learning_rates: candidates.
         sigma_update, grouping, init_sigma, kappa, num_samples: of the DE ELBo; the last is for J and for averages.
+        calibrate: fit temperatures on a fifth that is held out of one more run (the DE ELBo).
         penalties, num_trials: of MAP; the first for the grid, the second for other searches.
         num_test: at most so many test examples.
         seed: of the head, the order of the examples and the augmentation.
@@ -103,6 +105,7 @@ class StudyRun:
     num_test: int = 2000
     seed: int = 42
     max_seq_length: int | None = None
+    calibrate: bool | None = None
 
     def __post_init__(self):
         methods = DEELBO_METHODS + MAP_METHODS
@@ -212,11 +215,16 @@ def carry_out(run: StudyRun, places: Places) -> dict[str, Any]:
 def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, Any]:
     method = "full" if run.method == "deelbo-full" else "halving"
     make_trainer = partial(make_deelbo_trainer, run, task, places)
-    trainer, selection = select(make_trainer, run.learning_rates, places.of(run), method)
+    trainer, selection = select(
+        make_trainer, run.learning_rates, places.of(run), method, calibrate=bool(run.calibrate)
+    )
     de_elbo, posterior = trainer.posterior.de_elbo or trainer.de_elbo(), trainer.posterior
-    test = {"mean": _test(trainer, task), "mean_recomputed": _test_recomputed(trainer, task)}
-    trainer.args.num_eval_samples = run.num_samples
-    test["average"] = _test(trainer, task)
+    test = _tests(trainer, task, run.num_samples)
+    uncalibrated = {}
+    if run.calibrate:
+        posterior.temperatures = Temperatures()
+        uncalibrated = {"temperatures": selection.temperatures._asdict()}
+        uncalibrated |= {"uncalibrated": _tests(trainer, task, run.num_samples)}
     return {
         "choice": {"learning_rate": selection.best_learning_rate},
         "runs": selection.runs,
@@ -225,6 +233,7 @@ def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, An
         "de_elbo": de_elbo.to_dict(),
         "learned": {name: float(getattr(posterior, name)) for name in ("lambda_", "tau", "sigma", "kappa")},
         "num_parameters": posterior.num_parameters,
+        **uncalibrated,
         "posterior": asdict(FixedPosterior.from_posterior(run.method, posterior, de_elbo.nll)),
         "training_nll": _training_nll(trainer),
         "trials": selection.to_dict()["trials"],
@@ -318,6 +327,15 @@ def make_map_trainer(
 def _quiet(trainer: Trainer) -> Any:
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _tests(trainer: DEELBoTrainer, task: Task, num_samples: int) -> dict[str, dict[str, float]]:
+    """At the posterior mean, also with batch-norm statistics of there, and averaged over weight samples."""
+    test = {"mean": _test(trainer, task), "mean_recomputed": _test_recomputed(trainer, task)}
+    trainer.args.num_eval_samples = num_samples
+    test["average"] = _test(trainer, task)
+    trainer.args.num_eval_samples = 0
+    return test
 
 
 def _test(trainer: Trainer, task: Task) -> dict[str, float]:

@@ -32,6 +32,7 @@ from ..groups import GROUPINGS, SIGMA_UPDATES
 from ..objective import DEELBo
 from ..posterior import Posterior
 from ..priors import prior_from
+from ..temperature import Temperatures
 from ..weights.batch_norm import Statistics, batch_norm_layers
 from ..weights.blocks import Tensors
 from ..weights.parameters import backbone_of, base_of, has_adapters
@@ -77,6 +78,7 @@ class PosteriorConfig(SavedConfig):
         groups: each with its `name`, whether it is `in_head`, `num_parameters`, `sigma` and `prior_variance`.
         sample_seeds: weight samples whose batch-norm statistics are saved.
         de_elbo: J and its parts, if they were measured.
+        temperatures: what predictions are tempered by, `mean` and `average`; 1 if they were not calibrated.
         base_model, base_model_revision: what was fine-tuned, if it is on the Hub.
         base: where only adapters are saved, the `config` of their base model and the `sha256` of its weights.
     """
@@ -102,6 +104,7 @@ class PosteriorConfig(SavedConfig):
     grouping: str = "all"
     sigma_update: str = "optimizer"
     groups: list[dict[str, Any]] = field(default_factory=list)
+    temperatures: dict[str, float] = field(default_factory=Temperatures()._asdict)
     base: dict[str, Any] | None = None
 
     def validate_numbers(self) -> None:
@@ -131,6 +134,14 @@ class PosteriorConfig(SavedConfig):
                 is_good = type(value) is kind and (kind in (str, bool) or (math.isfinite(value) and value > 0))
                 if not is_good:
                     raise ValueError(f"groups: {name} must be a {_KINDS[kind]}, got {value!r}.")
+
+    def validate_temperatures(self) -> None:
+        """One of the mean, one of the average."""
+        if self.temperatures.keys() != set(Temperatures._fields):
+            raise ValueError(f"temperatures: must be of mean and average, got {', '.join(self.temperatures)}.")
+        for name, value in self.temperatures.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"temperatures: that of the {name} must be a positive number, got {value}.")
 
     def validate_base(self) -> None:
         """Its two parts."""
@@ -191,6 +202,7 @@ def write_posterior(posterior: Posterior, folder: str | os.PathLike) -> None:
         grouping=posterior.grouping,
         sigma_update=posterior.sigma_update,
         groups=posterior.group_table(),
+        temperatures=posterior.temperatures._asdict(),
         base=_description_of_base(model) if only_adapters else None,
     ).save(folder)
 
@@ -339,6 +351,7 @@ def _assemble(
     posterior.load_state_dict({name: scalars[name] for name in _LEARNED if name in scalars} | prior)
     posterior.update_prior_variances()
     posterior.sample_statistics = _statistics_of(model, tensors["batch_norm"])
+    posterior.temperatures = Temperatures(**config.temperatures)
     if _MEASURED[0] in scalars:
         posterior.de_elbo = DEELBo(
             kl_backbone=float(posterior.kl.backbone),

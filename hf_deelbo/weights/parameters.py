@@ -1,6 +1,6 @@
 """The trainable parameters of a model by name, and which of them are the head V; the others are the backbone w."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -76,6 +76,27 @@ def backbone_of(model: nn.Module, head_names: Iterable[str]) -> dict[str, torch.
     """
     head = set(head_names)
     return {name: w for name, w in values_of(parameters_by_name(model)).items() if name not in head}
+
+
+def last_linear(model: nn.Module, head_names: Collection[str]) -> nn.Linear:
+    """The layer that computes the logits: the linear layer of the head with one output for each class.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> last_linear(model, [name for name, _ in model.named_parameters()])
+        Linear(in_features=8, out_features=2, bias=True)
+    """
+    of_head = {name.rpartition(".")[0] for name in head_names}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = [module for name, module in linear.items() if name in of_head]
+    num_classes = getattr(getattr(model, "config", None), "num_labels", found[-1].out_features if found else None)
+    found = [module for module in found if module.out_features == num_classes]
+    if not found:
+        raise ValueError(
+            f"model: the head of {type(model).__name__} has no linear layer that computes its logits, so no layer can "
+            "be scaled; use `predict_proba`."
+        )
+    return found[-1]
 
 
 def _named_head(model: nn.Module, head_names: Iterable[str]) -> set[int]:
