@@ -53,6 +53,7 @@ PRESETS = {
         "max_steps": 6000,
         "learning_rates": list(LEARNING_RATES),
         "selection": "full",
+        "calibrate": False,
         "num_elbo_samples": 10,
     }
 }
@@ -80,6 +81,10 @@ class RunArguments:
         metadata={"help": "Candidates, chosen by J on the training set; --learning_rate takes one without a choice."},
     )
     selection: str = field(default="halving", metadata={"help": f"How to choose: {', '.join(METHODS)}."})
+    calibrate: bool = field(
+        default=True,
+        metadata={"help": "Calibrate probabilities by one more run, without a fifth of the training rows."},
+    )
     num_average_samples: int = field(
         default=10, metadata={"help": "Weight samples averaged in the test, beside the posterior mean; 0 for none."}
     )
@@ -115,7 +120,8 @@ class Run(ScriptRun):
     def select(self) -> tuple[DEELBoTrainer, Selection]:
         """Train with the learning rates, and choose by J."""
         rates = self.options.learning_rates or [self.config.learning_rate]
-        return select(self.make_trainer, rates, self.folder / "selection", self.options.selection)
+        folder, options = self.folder / "selection", self.options
+        return select(self.make_trainer, rates, folder, options.selection, calibrate=options.calibrate)
 
     def train_by_plain_elbo(self, learning_rate: float) -> DEELBoTrainer:
         """The same with kappa = 1."""
@@ -233,9 +239,12 @@ def table(run: Run, results: dict[str, Result], selection: Selection) -> str:
             where = "posterior mean" if at == "mean" else "averaged over samples"
             quality = f"{metrics['accuracy']:8.1%}{metrics['nll']:8.3f}{metrics['ece']:8.3f}"
             lines.append(f"{learned if at == 'mean' else '':{len(learned)}}   {where:22}{quality}")
+    mean, average = selection.temperatures
+    calibration = [f"Calibrated by a run without a fifth of the rows: temperature {mean:.2f}, averaged {average:.2f}."]
     lines += [
         "",
         f"Chosen by J, without a validation set: learning rate {selection.best_learning_rate:g}.",
+        *(calibration if run.options.calibrate else []),
         f"This took {selection.runs:.2f} runs; the paper's grid search takes {GRID_SEARCH_RUNS} and one more.",
         f"Written to {run.folder}: posterior/ (model, card and figures), metrics.json, run_config.json, selection/.",
     ]

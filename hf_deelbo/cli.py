@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,7 @@ from .sharing.posteriors import GaussianPosterior
 from .sharing.prior_files import PriorConfig
 from .sharing.priors import LowRankPrior
 from .sharing.ptyl import load_architecture, load_ptyl
+from .temperature import tempered
 from .weights.batch_norm import batch_norm_layers
 
 DEFAULT_NUM_SAMPLES = 10
@@ -82,7 +83,10 @@ def predict(arguments: argparse.Namespace) -> Iterator[str]:
     yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
     for item, prepared in tqdm(inputs, disable=len(inputs) < 2 or not sys.stderr.isatty(), leave=False):
         samples = posterior.sample_proba(prepared, num_samples)[:, 0] if num_samples else None
-        probabilities = posterior.predict_proba(prepared)[0] if samples is None else samples.mean(0)
+        if samples is None:
+            probabilities = posterior.predict_proba(prepared)[0]
+        else:
+            probabilities = tempered(samples.mean(0), posterior.temperatures.average)
         spread = samples.std(0) if num_samples > 1 else None
         yield item
         for index in probabilities.topk(min(arguments.top_k, len(probabilities))).indices.tolist():
@@ -149,10 +153,16 @@ def _posterior_rows(config: PosteriorConfig) -> dict[str, Any]:
         "sigma": f"{config.sigma:.4g}",
         "sigma learned": SIGMA_UPDATES_IN_WORDS[config.sigma_update],
         "grouping": f"{config.grouping}, {num_sigmas} sigma{'s' if num_sigmas > 1 else ''}",
-        "J": config.de_elbo and f"{config.de_elbo['de_elbo']:.6g}",
+        "J": config.de_elbo and f"{config.de_elbo['de_elbo']:.6g} (to compare with J of the same kappa)",
         "J per parameter": config.de_elbo and f"{config.de_elbo['de_elbo'] / config.num_parameters:.4f}",
+        "temperature": _temperature_in_words(config.temperatures),
         "weight samples with batch-norm statistics": len(config.sample_seeds) or None,
     }
+
+
+def _temperature_in_words(of: Mapping[str, float]) -> str | None:
+    is_calibrated = any(value != 1 for value in of.values())
+    return f"{of['mean']:.4g} at the mean, {of['average']:.4g} of averages" if is_calibrated else None
 
 
 def _prior_rows(config: PriorConfig) -> dict[str, Any]:

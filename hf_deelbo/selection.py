@@ -188,7 +188,7 @@ def _rates_left(num_rates: int) -> list[int]:
 
 
 def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float]:
-    """J as the objective of `Trainer.hyperparameter_search`, to be maximised.
+    """J as the objective of `Trainer.hyperparameter_search`, to be maximised; not for a search over kappa.
 
     Example:
         ```python
@@ -199,7 +199,16 @@ def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float
         )
         ```
     """
-    return lambda metrics: trainer.de_elbo().value
+    kappas = set()
+
+    def objective(metrics: dict[str, float]) -> float:
+        kappas.add(trainer.posterior.kappa)
+        if len(kappas) > 1:
+            low, high = min(kappas), max(kappas)
+            raise ValueError(f"hp_space: J of different kappas, {low:.6g} and {high:.6g}, cannot be compared.")
+        return trainer.de_elbo().value
+
+    return objective
 
 
 class _StopAt(TrainerCallback):
@@ -235,6 +244,7 @@ class _Session:
         self.max_steps, self.warmup_steps = known.get("max_steps"), known.get("warmup_steps", 0)
         self.trials = [Trial(**trial) for trial in known.get("trials", [])]
         self.calibration: dict[str, Any] = known.get("calibration", {})
+        self.kappa: float | None = None
         self._last: tuple[float, DEELBoTrainer] | None = None
 
     def run(self, learning_rate: float, rung: int) -> Trial:
@@ -251,6 +261,7 @@ class _Session:
                 return trial
         if trainer is None:
             trainer = self._new_trainer(learning_rate)
+        self._check_kappa(trainer)
         value = self._train_and_measure(trainer, steps)
         trial = Trial(learning_rate, steps, value, time.perf_counter() - start)
         logger.info(f"learning rate {learning_rate:g}: J = {value:.6g} after {steps} of {self.max_steps} steps")
@@ -270,6 +281,15 @@ class _Session:
             self.calibration = found._asdict() | steps
             self._note(trainer)
         return Temperatures(self.calibration["mean"], self.calibration["average"])
+
+    def _check_kappa(self, trainer: DEELBoTrainer) -> None:
+        kappa = trainer.posterior.kappa
+        self.kappa = self.kappa or kappa
+        if not math.isclose(kappa, self.kappa, rel_tol=1e-6):
+            raise ValueError(
+                f"make_trainer: its trainers have different kappas, {self.kappa:.6g} and {kappa:.6g}, whose J cannot "
+                "be compared. Choose among runs of one kappa."
+            )
 
     def _note(self, trainer: DEELBoTrainer) -> None:
         if trainer.is_world_process_zero():

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-# of log T before it is fitted: where few examples are held out, T stays near 1
-PRIOR_DEVIATION = 0.7
+# of log T below and above 0, before anything is seen: few examples, all of them right, are no reason to be surer
+PRIOR_DEVIATIONS = (0.2, 1.0)
 HOTTEST = 1000.0
 
 
@@ -22,25 +22,27 @@ class Temperatures(NamedTuple):
     average: float = 1.0
 
 
-def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, deviation: float = PRIOR_DEVIATION) -> float:
+def fit_temperature(
+    logits: torch.Tensor, labels: torch.Tensor, deviations: tuple[float, float] = PRIOR_DEVIATIONS
+) -> float:
     """The temperature T of examples that were not trained on (Guo et al. 2017), near 1 if they are few.
 
-        maximise  sum_i log softmax(f_i / T)[y_i] - (log T)^2 / (2 deviation^2)
+        maximise  sum_i log softmax(f_i / T)[y_i] - (log T)^2 / (2 d^2),    d = deviations[T > 1]
 
     The derivative by t = log T, with b = 1/T and p_i = softmax(b f_i), is zero there:
 
-        b sum_i ( sum_c p_ic f_ic - f_i,y_i ) - t / deviation^2 = 0
+        b sum_i ( sum_c p_ic f_ic - f_i,y_i ) - t / d^2 = 0
 
     Args:
         logits: f, shape (n, C); logarithms of probabilities are logits too.
         labels: y, n whole numbers in [0, C).
-        deviation: of log T before anything is seen; `inf` for no prior.
+        deviations: of log T below and above 0, before anything is seen; `inf` for no prior.
 
     Example:
         >>> logits = 4 * torch.tensor([[1.0, 0.0]] * 100)
         >>> labels = torch.tensor([0] * 73 + [1] * 27)  # right as often as softmax([1, 0]) says
-        >>> round(fit_temperature(logits, labels, deviation=math.inf), 1), round(fit_temperature(logits, labels), 1)
-        (4.0, 3.6)
+        >>> round(fit_temperature(logits, labels), 1)
+        3.8
     """
     logits, labels = logits.double(), labels.long()
     if logits.dim() != 2 or len(logits) == 0 or labels.shape != logits.shape[:1]:
@@ -55,7 +57,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, deviation: float
     def slope(log_temperature: float) -> float:
         inverse = math.exp(-log_temperature)
         excess = ((inverse * logits).softmax(-1) * logits).sum(-1) - of_label
-        return inverse * float(excess.sum()) - log_temperature / deviation**2
+        return inverse * float(excess.sum()) - log_temperature / deviations[log_temperature > 0] ** 2
 
     low, high = -math.log(HOTTEST), math.log(HOTTEST)
     while high - low > 1e-9:

@@ -100,6 +100,7 @@ class DEELBoTrainer(Trainer):
         if not isinstance(args, DEELBoConfig):
             raise TypeError(f"args: must be a DEELBoConfig, got {type(args).__name__}; it takes the same arguments.")
         self._given_prior, self._elbo_dataset = prior, elbo_dataset
+        self._held_out: Any = None
         self._posterior: GaussianPosterior | None = None
         self._evaluations: dict[str, _Evaluation] = {}
         self._batch_weight = self._mean_batch_size = 1.0
@@ -505,7 +506,8 @@ class DEELBoTrainer(Trainer):
         check_count("num_samples", num_samples)
         if self.compute_loss_func is not None:
             raise ValueError("compute_loss_func: a temperature is of class probabilities, not of another likelihood.")
-        self._refuse_training_rows(dataset)
+        if dataset is not self._held_out:
+            self._refuse_training_rows(dataset)
         return self._fit_temperatures(dataset, num_samples)
 
     def _fit_temperatures(self, dataset: Any, num_samples: int) -> Temperatures:
@@ -557,7 +559,8 @@ class DEELBoTrainer(Trainer):
         self._posterior = None
         self._keep_batch_within_dataset()
         _ = self.posterior
-        return some_of(dataset, list(indices))
+        self._held_out = some_of(dataset, list(indices))
+        return self._held_out
 
     # ---- Passes over the training inputs ---------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from transformers import (
 from hf_deelbo import GaussianPosterior, LowRankPrior
 from hf_deelbo.cli import main
 from hf_deelbo.sharing.ptyl import load_architecture
+from hf_deelbo.temperature import Temperatures
 
 REPO = "alice/posterior"
 
@@ -171,6 +172,20 @@ def test_predict_at_the_mean(folder, posterior, image, capsys):
     assert "spread" not in header
     assert rows == [[image], answer, [image], answer]
     assert " ".join(last) == "(at the posterior mean)"
+
+
+def test_a_calibrated_posterior_is_told_of_and_predicts_as_such(posterior, tmp_path, image, capsys):
+    posterior.temperatures = Temperatures(mean=2.0, average=4.0)
+    processor = ViTImageProcessor(size={"height": 16, "width": 16})
+    posterior.save_pretrained(tmp_path, processor)
+    assert main(["info", str(tmp_path)]) == 0
+    assert re.search(r"^temperature +2 at the mean, 4 of averages$", capsys.readouterr().out, flags=re.MULTILINE)
+    pixels = processor(Image.open(image).convert("RGB"), return_tensors="pt")
+    for num_samples in ("0", "4"):
+        assert main(["predict", str(tmp_path), image, "--num_samples", num_samples, "--top_k", "1"]) == 0
+        probability = capsys.readouterr().out.splitlines()[2].split()[0]
+        expected = posterior.predict_proba(pixels, int(num_samples)).max().item()
+        assert float(probability) == pytest.approx(expected, abs=1e-4)
 
 
 def test_predict_texts(tmp_path, capsys):

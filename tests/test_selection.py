@@ -270,6 +270,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match="learning_rates: needs at least one, and none twice"):
             select(task.make_trainer, rates, task.folder)
 
+    def test_trainers_of_different_kappas(self, task):
+        def make_trainer(learning_rate, output_dir):
+            trainer = task.make_trainer(learning_rate, output_dir)
+            trainer.posterior.kappa *= 1 + learning_rate
+            return trainer
+
+        with pytest.raises(ValueError, match="make_trainer: its trainers have different kappas"):
+            select(make_trainer, RATES, task.folder)
+
     def test_the_folder_of_another_selection(self, task):
         select(task.make_trainer, RATES[:1], task.folder)
         assert json.loads((task.folder / "selection.json").read_text())["method"] == "halving"
@@ -356,3 +365,12 @@ def test_j_is_an_objective_of_hyperparameter_search(make_config):
     assert len(values) == 2
     assert best.objective == max(values.values())
     assert best.hyperparameters["learning_rate"] == max(values, key=values.get)
+
+
+def test_j_is_no_objective_of_a_search_over_kappa(make_config):
+    trainer = DEELBoTrainer(make_model("vit"), make_config(), train_dataset=make_dataset("vit"))
+    objective = elbo_objective(trainer)
+    objective({})
+    trainer.posterior.kappa *= 2
+    with pytest.raises(ValueError, match="hp_space: J of different kappas"):
+        objective({})

@@ -105,6 +105,7 @@ class PosteriorCardData(CardData):
         groups: `posterior.group_table()`.
         has_adapters: whether only PEFT adapters of the base model are saved.
         de_elbo: `DEELBo.to_dict()` of the training set.
+        temperatures: of the `mean` and of the `average`; 1 if predictions were not calibrated.
         metrics: those at the posterior `"mean"`, and those of the `"average"` over samples.
         num_samples: S, the weight samples of that average.
     """
@@ -120,6 +121,7 @@ class PosteriorCardData(CardData):
     groups: Sequence[Mapping[str, Any]] = ()
     has_adapters: bool = False
     de_elbo: Mapping[str, float] | None = None
+    temperatures: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     num_samples: int = 0
 
@@ -149,6 +151,7 @@ class PosteriorCardData(CardData):
         num_examples, num_parameters = _count(self.num_examples), _count(self.num_parameters)
         de_elbo = _finite((self.de_elbo or {}).get("de_elbo"))
         groups = self.groups if has_several_sigmas(self.groups) else ()
+        temperatures = {name: _positive(value) for name, value in self.temperatures.items()}
         return {
             "has_adapters": self.has_adapters,
             "groups": [_group_row(row) for row in groups],
@@ -164,6 +167,7 @@ class PosteriorCardData(CardData):
             "root_tau": math.sqrt(tau or 0),
             "sigma": sigma,
             "weight_decay": _weight_decay(self.prior, lambda_, tau, kappa, num_examples),
+            "temperatures": temperatures if any(value != 1 for value in temperatures.values()) else None,
             "de_elbo": de_elbo,
             "de_elbo_per_parameter": de_elbo / num_parameters if de_elbo is not None and num_parameters else None,
         }

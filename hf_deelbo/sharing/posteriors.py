@@ -85,6 +85,7 @@ class GaussianPosterior(Posterior, Shareable):
             groups=self.group_table(),
             has_adapters=has_adapters(self.model),
             de_elbo=self.de_elbo and self.de_elbo.to_dict(),
+            temperatures=self.temperatures._asdict(),
             versions=library_versions(*(["peft"] if has_adapters(self.model) else [])),
         )
 

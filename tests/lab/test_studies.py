@@ -110,7 +110,7 @@ class TestRuns:
             ("l2-zero", "deelbo-halving", 1.4),
         }
         by_optimizer = {name for name in runs if {run.sigma_update for run in runs[name]} == {"optimizer"}}
-        assert by_optimizer == runs.keys() - {"digits-closed-form"}
+        assert by_optimizer == runs.keys() - {"digits-closed-form", "calibrated", "calibrated-ptyl"}
         assert {run.init_sigma for run in runs["paper"] if not run.is_map} == {1e-4}
 
     def test_the_recorded_lines_are_runs_of_their_presets(self, script):

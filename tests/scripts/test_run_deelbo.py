@@ -179,14 +179,18 @@ class TestRuns:
         task = Task(model_arguments, data_arguments)
         batch = torch.stack([row["pixel_values"] for row in task.test])
         labels = torch.tensor(task.test.with_format(None)["labels"][:])
-        nll = torch.nn.functional.cross_entropy(model(pixel_values=batch).logits, labels).item()
+        temperatures = metrics["selection"]["temperatures"]
+        logits = model(pixel_values=batch).logits / temperatures["mean"]
+        nll = torch.nn.functional.cross_entropy(logits, labels).item()
         assert learned["test"]["mean"]["nll"] == pytest.approx(nll, rel=1e-4)
+        assert temperatures["mean"] != 1
         images = [decode_image(value) for value in task.rows.test["image"]]
         processor = AutoImageProcessor.from_pretrained(outputs / "posterior")
         torch.testing.assert_close(processor(images, return_tensors="pt")["pixel_values"], batch, rtol=0, atol=1e-6)
         posterior = GaussianPosterior.from_pretrained(outputs / "posterior")
         assert learned["lambda_"] == pytest.approx(posterior.lambda_.item())
         assert learned["sigma"] == pytest.approx(posterior.sigma.item())
+        assert posterior.temperatures._asdict() == temperatures
         averaged = posterior.predict_proba({"pixel_values": batch}, num_samples=3)
         nll = torch.nn.functional.nll_loss(averaged.log(), labels).item()
         assert learned["test"]["average"]["nll"] == pytest.approx(nll, rel=1e-4)
@@ -198,7 +202,8 @@ class TestRuns:
         figures = {path.name for path in (outputs / "posterior" / "figures").iterdir()}
         names = ("training", "reliability", "groups", "elbo_comparison")
         assert figures == {f"{name}.{suffix}" for name in names for suffix in ("png", "json")}
-        assert metrics["selection"]["runs"] == 1.5  # both rates for 10 of 20 steps, then one
+        assert metrics["selection"]["runs"] == 2.5  # both rates for 10 of 20 steps, then one, and one to calibrate
+        assert "Calibrated by a run without a fifth of the rows" in printed
 
         seconds = [trial["seconds"] for trial in metrics["selection"]["trials"]]
         run(script, monkeypatch, *arguments)  # the same again: nothing is trained twice

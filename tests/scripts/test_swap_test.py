@@ -87,7 +87,7 @@ def test_lines(smoke, capsys, monkeypatch):
     assert [entry["step"] for entry in deelbo["history"]] == [entry["step"] for entry in plain["history"]] == [1, 2]
     assert deelbo["history"][0]["sigma"] == pytest.approx(1e-3, rel=0.1)
 
-    monkeypatch.setattr(script, "carry_out", None)  # nothing is left to do
+    monkeypatch.setattr(script, "carry_out", pytest.fail)  # nothing is left to do
     script.main([*smoke, "--deelbo", "init_sigma=1e-3"])
     assert "2 of 2 runs are done" in capsys.readouterr().out
     script.main([*smoke, "--table"])

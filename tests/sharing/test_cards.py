@@ -386,6 +386,13 @@ def test_each_prior_is_told_as_it_is(prior, said, unsaid):
     assert unsaid not in text
 
 
+def test_temperatures_are_told_where_there_are_some():
+    text = render_card(replace(DIGITS, temperatures={"mean": 1.25, "average": 0.9})).text
+    assert table_row(text, "temperature")[1].strip() == "1.25"
+    assert "(0.9 for averages of samples)" in table_row(text, "temperature")[2]
+    assert "temperature" not in render_card(replace(DIGITS, temperatures={"mean": 1.0, "average": 1.0})).text
+
+
 def test_kappa_is_explained_by_what_it_is():
     assert "once, as in the plain ELBo" in table_row(render_card(replace(DIGITS, kappa=1)).text, "kappa")[2]
     other = render_card(replace(DIGITS, kappa=2.5)).text
