@@ -84,6 +84,11 @@ FRACTIONS = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
 # "1": the plain ELBo
 WAYS = [*(f"{fraction:g}*D/N" for fraction in FRACTIONS), "1"]
 AT_FIXED_WEIGHTS = (0.3, 0.1, 0.03, 0.01)
+HOW_TO_READ = """\
+kappa as a fraction of D/N, fixed or moved by a rule: *gamma* follows gamma/N once the KL has its full weight;
+*bound=b* then lowers kappa as long as the training NLL at weight samples stays below b. *at fixed weights* keeps what
+was learned at D/N and gives sigma its optimum for another kappa, for prediction alone. The *best temperature* is that
+of the test set: no one knows it, and it says how much of the NLL is wrong confidence. Means over training sets."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -252,12 +257,54 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     ways = list(dict.fromkeys([*WAYS, *sorted(way for _, way in found)]))
     header = ["task", "kappa", "sets", "ends at (D/N)", "gamma/D", "sigma", "J/D", "training NLL", "accuracy %", "NLL"]
     header += ["ECE", "average accuracy %", "NLL", "ECE", "NLL at best temperature"]
-    rows = [
-        [task, way, str(len(found[task, way])), *cells(found[task, way])]
-        for task, way in itertools.product(TASKS, ways)
-        if (task, way) in found
-    ]
+    rows = []
+    for task, way in itertools.product(TASKS, ways):
+        if (task, way) not in found:
+            continue
+        lines_of_it = found[task, way]
+        rows.append([task, way, str(len(lines_of_it)), *cells(lines_of_it)])
+        for fraction in lines_of_it[0].get("at_fixed_weights", ()):
+            again = [line["at_fixed_weights"][fraction] for line in lines_of_it]
+            numbers = [
+                (name, fmean(of_it[name] for of_it in again)) for name in ("accuracy", "nll", "ece", "nll_there")
+            ]
+            shown = [f"{100 * value:.1f}" if name == "accuracy" else f"{value:.3f}" for name, value in numbers]
+            where = [task, f"{fraction}*D/N at fixed weights", str(len(lines_of_it)), fraction]
+            rows.append([*where, *[""] * (len(header) - 8), *shown])
     return markdown_table(header, rows)
+
+
+def curves_and_rules(lines: Sequence[dict[str, Any]]) -> tuple[dict, dict]:
+    """For `lab.figures.plot_kappa_map`: NLL over fixed fractions, and where rules end."""
+    names = {("mean", "nll"): "mean", ("average", "nll"): "average"}
+    names |= {("average", "nll_there"): "average, at its best temperature"}
+    curves, rules = {}, {}
+    for task in TASKS:
+        of_task = defaultdict(list)
+        for line in lines:
+            if line["config"]["row"] == task:
+                of_task[line["config"]["kappa"]].append(line)
+        # where all training sets are, so that no step of a curve is one from set to set
+        most = max(map(len, of_task.values()), default=0)
+        fixed = {way: found for way, found in of_task.items() if way.endswith("*D/N") and len(found) == most}
+        if len(fixed) > 1:
+            curves[task] = {
+                label: [
+                    (float(way.removesuffix("*D/N")), fmean(line["test"][at][metric] for line in found))
+                    for way, found in fixed.items()
+                ]
+                for (at, metric), label in names.items()
+            }
+        moved = sorted(way for way in of_task if way == "gamma" or way.startswith("bound="))
+        rules[task] = [
+            (
+                way,
+                fmean(line["learned"]["fraction"] for line in of_task[way]),
+                fmean(line["test"]["average"]["nll"] for line in of_task[way]),
+            )
+            for way in moved
+        ]
+    return curves, rules
 
 
 def cells(lines: Sequence[dict[str, Any]]) -> list[str]:

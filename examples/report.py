@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+import kappa_map
 import swap_test
-from lab.figures import plot_accuracy_over_compute, plot_by_method, plot_kappa_sweep
+from lab.figures import plot_accuracy_over_compute, plot_by_method, plot_kappa_map, plot_kappa_sweep
 from lab.reports import (
     AT,
     Line,
     Row,
+    calibrated_table,
     comparison_table,
     cost_table,
     markdown_table,
@@ -51,6 +53,11 @@ statistics computed over the training images. *average*: probabilities averaged 
 statistics of its own. J/D compares runs of the same kappa. Seconds are those of the whole choice, without tests. A
 row's *lines* are the ids of its runs in the `*.jsonl`."""
 
+HOW_TO_READ_CALIBRATED = """\
+Temperatures fitted on a fifth that was held out of one more run, which the costs include. Three numbers in a cell are
+those with the temperatures, without them (T = 1), and of the search, whose average has recomputed statistics in its
+place. Means over training sets."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write it."""
@@ -64,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_report(results: Path, readme: Path) -> None:
     """Read the lines; write figures and the report, and its first table into the README of the results."""
     lines = {line["id"]: line for path in sorted(results.glob("*.jsonl")) for line in read_lines(path)}
-    swaps = [line for line in lines.values() if "row" in line["config"]]
+    mapped = [line for line in lines.values() if "kappa" in line["config"] and "row" in line["config"]]
+    swaps = [line for line in lines.values() if "row" in line["config"] and "kappa" not in line["config"]]
     trainers = {line["config"]["trainer"] for line in swaps}
     rows = rows_of([line for line in lines.values() if "method" in line["config"]])
     compared = [row for row in rows if row.config["method"] != "deelbo-single"]
@@ -75,6 +83,10 @@ def write_report(results: Path, readme: Path) -> None:
     parts += [comparison_table(compared), *sections]
     if len(trainers) > 1:  # else there is nothing to compare yet
         parts += ["## The swap test", swap_test.HOW_TO_READ, swap_test.table(swaps)]
+    if any(row.config.get("calibrate") for row in compared):
+        parts += ["## Calibrated", HOW_TO_READ_CALIBRATED, calibrated_table(compared)]
+    if mapped:
+        parts += ["## The map of kappa", kappa_map.HOW_TO_READ, map_figure(mapped, results), kappa_map.table(mapped)]
     write_whole(results / "REPORT.md", "\n\n".join(parts) + "\n")
     put_between_marks(readme, summary(compared))
 
@@ -141,6 +153,15 @@ def summary(rows: list[Row]) -> str:
     text = "All tables and figures are in [REPORT.md](REPORT.md)"
     table = comparison_table(without_repeats(rows), with_ids=False)
     return f"{table}\n\n{text}; {when}, on {where}."
+
+
+def map_figure(lines: list[Line], folder: Path) -> str:
+    """NLL over kappa, with the rules."""
+    figure = plot_kappa_map(*kappa_map.curves_and_rules(lines))
+    text = (
+        "Test NLL over kappa. Lines: fixed fractions of D/N, means over training sets; marks: rules, where they end, "
+    )
+    return saved(figure, folder, "kappa_map", text + "by the NLL of their average. D/N is the default.")
 
 
 # ---- Figures --------------------------------------------------------------------------------------------------------

@@ -112,3 +112,42 @@ def plot_by_method(values: Mapping[str, Sequence[float]], label: str, title: str
     explained = "dots: training sets, bars: their mean"
     figure.suptitle("\n".join(filter(None, [title, explained])), fontsize=FONT_SIZE)
     return laid_out(figure)
+
+
+def plot_kappa_map(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    rules: Mapping[str, Sequence[tuple[str, float, float]]],
+) -> Figure:
+    """Test NLL over kappa as a fraction of D/N, a panel for each task; rules are marked where they end.
+
+    Args:
+        curves: for each task, by what is predicted with, fractions and NLL; the same for each task.
+        rules: for each task the name of a rule, the fraction where it ends, and its NLL.
+
+    Example:
+        >>> curves = {"digits": {"mean": [(0.1, 0.4), (1.0, 0.3)]}, "pet": {"mean": [(0.1, 2.3), (1.0, 2.4)]}}
+        >>> figure = plot_kappa_map(curves, {"digits": [("bound", 0.2, 0.35)]})
+        >>> [axes.get_title() for axes in figure.axes if axes.lines]
+        ['digits', 'pet']
+    """
+    columns = min(4, len(curves))
+    figure = Figure(figsize=(2.6 * columns + 0.6, 2.7 * -(-len(curves) // columns) + 0.8), layout="constrained")
+    panels = figure.subplots(-(-len(curves) // columns), columns, squeeze=False).flat
+    handles = {}
+    for (task, of_task), axes in zip(curves.items(), panels, strict=False):
+        for style, (name, points) in zip(STYLES, of_task.items(), strict=False):
+            x, y = np.array(sorted(points)).T
+            handles[name] = axes.plot(x, y, **style, label=name)[0]
+        for mark, (name, x, y) in zip("*Pdv^", rules.get(task, ()), strict=False):
+            style = {"linestyle": "", "marker": mark, "markersize": 9, "color": "0.25"}
+            handles[name] = axes.plot([x], [y], **style, label=name)[0]
+        axes.axvline(1, color="0.6", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_title(task, fontsize=FONT_SIZE)
+        describe_axes(axes, "$\\kappa$ / (D/N)", "test NLL")
+    for axes in list(panels):
+        axes.set_axis_off()
+    figure.legend(
+        handles=list(handles.values()), loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_SIZE
+    )
+    return laid_out(figure)

@@ -70,6 +70,8 @@ class Row:
             parts.append(self.sigma)
         if config.get("learning_rates", list(LEARNING_RATES)) != list(LEARNING_RATES):
             parts.append("learning rate " + " or ".join(f"{rate:g}" for rate in config["learning_rates"]))
+        if config.get("calibrate"):
+            parts.append("calibrated")
         return ", ".join(parts)
 
     @property
@@ -107,9 +109,12 @@ class Row:
         """The row on some of its training sets."""
         return Row(self.config, tuple(line for line in self.lines if line["config"]["subset_seed"] in sets))
 
-    def values(self, metric: str, at: str = "mean") -> list[float]:
-        """A test metric on each training set; none where it was not measured, infinity where it was not finite."""
-        found = [line["test"][at][metric] for line in self.lines if at in line["test"]]
+    def values(self, metric: str, at: str = "mean", test: str = "test") -> list[float]:
+        """A test metric on each training set; none where it was not measured, infinity where it was not finite.
+
+        `test="uncalibrated"` is the same at temperature 1.
+        """
+        found = [line[test][at][metric] for line in self.lines if at in line.get(test, ())]
         return [math.inf if value is None else value for value in found]
 
     @property
@@ -316,6 +321,45 @@ def comparison_table(rows: Sequence[Row], with_ids: bool = True) -> str:
         *("times fewer runs", "times fewer seconds"),
     ]
     return markdown_table([*header, "lines / grid's"] if with_ids else header, body)
+
+
+def calibrated_table(rows: Sequence[Row]) -> str:
+    """Calibrated runs, before and after, against the search of their prior: accuracy, NLL and calibration error."""
+    body = []
+    for row in rows:
+        comparison = compare(row, rows)
+        if comparison is None or not row.config.get("calibrate"):
+            continue
+        ours, search = comparison.ours, comparison.search
+
+        def three(metric: str, at: str, of_search: str, ours: Row = ours, search: Row = search) -> str:
+            numbers = [
+                ours.values(metric, at),
+                ours.values(metric, at, "uncalibrated"),
+                search.values(metric, of_search),
+            ]
+            return " / ".join(f"{statistics.fmean(values):.3f}" for values in numbers)
+
+        temperatures = [[line["temperatures"][at] for line in ours.lines] for at in ("mean", "average")]
+        accuracies = [row.values("accuracy", at) for row, at in ((ours, "mean"), (ours, "average"), (search, "mean"))]
+        body.append(
+            [
+                *(row.config["dataset"], f"{row.config['train_size']:,}", f"{row.config['steps']:,}"),
+                PRIORS[row.config["prior"]].label,
+                str(len(ours.lines)),
+                " / ".join(f"{100 * statistics.fmean(values):.1f}" for values in accuracies),
+                three("nll", "mean", "mean"),
+                three("nll", "average", "mean_recomputed"),
+                three("ece", "mean", "mean"),
+                three("ece", "average", "mean_recomputed"),
+                " / ".join(f"{statistics.fmean(values):.2f}" for values in temperatures),
+                spread(ours.costs("runs"), 1),
+                ours.ids,
+            ]
+        )
+    header = ["data", "N", "steps", "prior", "sets", "accuracy %: mean / average / grid"]
+    header += [f"{metric} {at}: ours / at T = 1 / grid" for metric in ("NLL", "ECE") for at in ("mean", "average")]
+    return markdown_table([*header, "T: mean / average", "runs", "lines"], body)
 
 
 def without_repeats(rows: Sequence[Row]) -> list[Row]:
