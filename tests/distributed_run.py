@@ -51,6 +51,8 @@ def what_deelbo_learned(trainer: DEELBoTrainer) -> dict[str, Any]:
     trainer.args.num_eval_samples = 2
     learned |= trainer.evaluate(metric_key_prefix="average")
     trainer.args.num_eval_samples = 0
+    learned["temperatures"] = list(trainer.calibrate(trainer.eval_dataset, num_samples=2))
+    learned |= trainer.evaluate(metric_key_prefix="calibrated")
     return learned
 
 
