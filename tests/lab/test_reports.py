@@ -42,7 +42,7 @@ def trial(nll: float | None, accuracy: float | None, seconds: float) -> dict:
 
 
 TRIALS = [trial(1.2, 0.3, 7), trial(0.6, 0.6, 10), trial(0.5, 0.55, 11), trial(None, None, 2), trial(0.9, 0.5, 10)]
-CHANGES = ("kappa", "sigma_update", "grouping", "init_sigma")  # what a line's run may have of its own
+CHANGES = ("kappa", "sigma_update", "grouping", "init_sigma", "calibrate")  # what a line's run may have of its own
 
 
 def line(method: str, seed: int, runs: float, seconds: float, **accuracies_and_nlls) -> dict:
@@ -287,6 +287,42 @@ class TestReport:
             r"^\| (reviews\S+) \| 1 \| 50.0 \|", reports[0].partition("## The swap test")[2], re.MULTILINE
         )
         assert found == ["reviews-2e-4", "reviews-default"]
+
+    def test_calibrated_runs_are_told_before_and_after(self, script, folder):
+        lines = []
+        for subset_seed, temperature in ((1001, 2.0), (2001, 3.0)):
+            metrics = {at: {"accuracy": 0.4, "nll": 1.0, "ece": 0.04} for at in ("mean", "mean_recomputed", "average")}
+            made = line("deelbo-halving", subset_seed, 2.4, 240, sigma_update="closed-form", calibrate=True)
+            made |= {"test": metrics, "temperatures": {"mean": temperature, "average": 1.5}}
+            made["uncalibrated"] = {at: found | {"nll": 1.5 + subset_seed / 1e4} for at, found in metrics.items()}
+            lines.append(made)
+        (folder / "results" / "c.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        text = self.report(script, folder)["results/REPORT.md"].decode().partition("## Calibrated")[2]
+        row = next(row for row in text.splitlines() if row.startswith("| cifar10 | 100 | 150 | L2-SP | 2 |"))
+        found = [cell.strip() for cell in row.strip("|").split("|")]
+        assert found[5:7] == ["40.0 / 40.0 / 42.0", "1.000 / 1.650 / 1.700"]  # 1.7: of the grid on both sets
+        assert found[7] == "1.000 / 1.650 / 1.600"  # its recomputed statistics
+        assert found[8] == "0.040 / 0.040 / 0.100"
+        assert found[10:12] == ["2.50 / 1.50", "2.4 (2.4-2.4)"]
+
+    def test_the_map_of_kappa_is_drawn(self, script, folder):
+        lines = []
+        for way, nll in (("0.1*D/N", 0.4), ("1*D/N", 0.3), ("gamma", 0.35)):
+            config = {"row": "digits", "subset_seed": 1001, "trainer": "deelbo", "kappa": way, "deelbo": {}}
+            metrics = {"accuracy": 0.9, "nll": nll, "ece": 0.1, "nll_there": nll - 0.1}
+            learned = {"fraction": 0.2, "sigma": 0.01, "gamma_per_parameter": 0.05}
+            train = {"nll_of_samples": 0.01}
+            numbers = {"learned": learned, "train": train, "test": {"mean": metrics, "average": metrics}}
+            lines.append({"id": way, "config": config, "de_elbo_per_parameter": -0.01} | numbers)
+        (folder / "results" / "map.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        files = self.report(script, folder)
+        assert "| digits | gamma | 1 | 0.2 |" in files["results/REPORT.md"].decode()
+        assert "## The swap test" not in files["results/REPORT.md"].decode()
+        drawn = {
+            each["label"]: each for each in json.loads(files["results/figures/kappa_map.json"])["axes"][0]["lines"]
+        }
+        assert (drawn["mean"]["x"], drawn["mean"]["y"]) == ([0.1, 1.0], [0.4, 0.3])
+        assert (drawn["gamma"]["x"], drawn["gamma"]["y"]) == ([0.2], [0.35])
 
     def test_figures_hold_the_numbers(self, script, folder):
         self.report(script, folder)
