@@ -48,7 +48,7 @@ from .sharing.posterior_files import read_state, write_posterior
 from .sharing.posteriors import GaussianPosterior
 from .sharing.priors import load_prior
 from .weights.batch_norm import batch_norm_layers
-from .weights.parameters import backbone_of, head_parameter_names, in_eval_mode
+from .weights.parameters import backbone_of, head_parameter_names
 from .weights.shards import is_sharded
 
 logger = logging.get_logger(__name__)
@@ -353,8 +353,7 @@ class DEELBoTrainer(Trainer):
         self.recompute_batch_norm(num_samples)
         batches, num_own = self._share_of(dataset, self._balanced(dataset, num_examples))
         samples = self._progress(range(num_samples), "DE ELBo")
-        with in_eval_mode(self.model):
-            nlls = torch.tensor([self._mean_nll(batches, num_own, seed) for seed in samples], dtype=torch.float64)
+        nlls = torch.tensor([self._mean_nll(batches, num_own, seed) for seed in samples], dtype=torch.float64)
         de_elbo = DEELBo(
             nll=nlls.mean().item(),
             kl_backbone=float(posterior.kl.backbone),

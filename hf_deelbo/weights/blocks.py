@@ -59,21 +59,6 @@ def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def point_to(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let the parameters hold these tensors, by name, not copies of them; their gradients stay.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> mine = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
-        >>> point_to(mine, parameters_by_name(model))
-        >>> _ = mine["weight"].fill_(5)
-        >>> model.weight.tolist()
-        [[5.0, 5.0]]
-    """
-    for name, parameter in parameters.items():
-        parameter.data = tensors[name]
-
-
 # ---- Blocks ---------------------------------------------------------------------------------------------------------
 
 
