@@ -410,6 +410,12 @@ class Posterior:
                 with self.sampled(seed, on_cpu=True):
                     self._undo = (as_it_is(self.model), *self._undo)
                     statistics = compute_statistics(self.model, batches, lambda batch: self.model(**batch))
+                for layer, moments in statistics.items():
+                    if not all(torch.isfinite(moment).all() for moment in moments):
+                        raise FloatingPointError(
+                            f"batches: weight sample {seed} has batch-norm statistics that are not finite, in layer "
+                            f"{layer!r}. Look for bad values in the inputs; if there are none, training diverged."
+                        )
                 self.sample_statistics[seed] = statistics
 
     @torch.no_grad()

@@ -114,7 +114,7 @@ def select(
         rung += 1
         trials = [session.run(trial.learning_rate, rung) for trial in survivors]
     best = _best_first(trials)[0]
-    if best.de_elbo == -math.inf:
+    if not math.isfinite(best.de_elbo):
         raise FloatingPointError("Every learning rate diverged. Give smaller ones.")
     session.clean_up(keep=best.learning_rate)
     selection = Selection(method, best.learning_rate, tuple(session.trials), session.runs())
@@ -176,7 +176,7 @@ def _rates_left(num_rates: int) -> list[int]:
 
 
 def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float]:
-    """J as the objective of `Trainer.hyperparameter_search`, to be maximised.
+    """J as the objective of `Trainer.hyperparameter_search`, to be maximised; minus infinity if it diverged.
 
     Example:
         ```python
@@ -187,7 +187,7 @@ def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float
         )
         ```
     """
-    return lambda metrics: trainer.de_elbo().value
+    return lambda metrics: _or_the_worst(trainer.de_elbo().value)
 
 
 class _StopAt(TrainerCallback):
@@ -294,7 +294,7 @@ class _Session:
             return -math.inf
         finally:
             trainer.remove_callback(_StopAt)
-        return value if math.isfinite(value) else -math.inf
+        return _or_the_worst(value)
 
 
 def _num_steps(trainer: DEELBoTrainer) -> tuple[int, int]:
@@ -305,4 +305,9 @@ def _num_steps(trainer: DEELBoTrainer) -> tuple[int, int]:
 
 
 def _best_first(trials: Sequence[Trial]) -> list[Trial]:
-    return sorted(trials, key=lambda trial: -trial.de_elbo)
+    return sorted(trials, key=lambda trial: -_or_the_worst(trial.de_elbo))
+
+
+def _or_the_worst(value: float) -> float:
+    """A number that is not finite compares with nothing."""
+    return value if math.isfinite(value) else -math.inf

@@ -33,6 +33,18 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
+def weights_and_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What training changes, by name: the parameters, frozen ones too, and the running statistics of batch norm.
+
+    Example:
+        >>> list(weights_and_statistics(nn.BatchNorm1d(2)))
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    """
+    layers = batch_norm_layers(model)
+    buffers = {n: buffer for n, buffer in model.named_buffers() if n.rpartition(".")[0] in layers}
+    return dict(model.named_parameters()) | buffers
+
+
 @torch.no_grad()
 def compute_statistics(model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any]) -> Statistics:
     """Mean and variance of what each batch-norm layer receives, over all `batches` at the present weights.
