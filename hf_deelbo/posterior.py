@@ -54,7 +54,16 @@ class KL(NamedTuple):
 
 
 def at_the_mean(method: Method) -> Method:
-    """A method of a posterior that has its turn at the model, which is the posterior mean then."""
+    """A method of a posterior that has its turn at the model, which is the posterior mean then.
+
+    Example:
+        ```python
+        class MyPosterior(GaussianPosterior):
+            @at_the_mean
+            def norm(self):  # other threads wait; a RuntimeError within `with posterior.sampled(...)`
+                return sum(w.square().sum() for w in self.backbone.values())
+        ```
+    """
 
     @wraps(method)
     def in_turn(posterior: "Posterior", *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -138,6 +139,16 @@ class DEELBoTrainer(Trainer):
             )
         return self._posterior
 
+    @contextmanager
+    def _turn(self, caller: str) -> Iterator[None]:
+        """At the posterior mean, while other threads wait; there may be no posterior where nothing is trained."""
+        if self._posterior is None:
+            yield
+            return
+        with self._posterior.lock:
+            self._posterior.ensure_mean(caller)
+            yield
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model, and with it a new posterior."""
         self._posterior = None
@@ -155,6 +166,7 @@ class DEELBoTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            self._running_statistics = self._statistics_of_before = []
             if self._posterior is not None:
                 self._posterior.trained_by = None
 
@@ -454,8 +466,7 @@ class DEELBoTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """`Trainer`'s loop, at the posterior mean or (`num_eval_samples`) with averaged probabilities."""
         num_samples = self.args.num_eval_samples
-        with self.posterior.lock:
-            self.posterior.ensure_mean("evaluation_loop")
+        with self._turn("evaluation_loop"):
             if num_samples:
                 self.recompute_batch_norm(num_samples)
             output = super().evaluation_loop(*args, **kwargs)
@@ -729,13 +740,14 @@ class DEELBoTrainer(Trainer):
         finish_interrupted(resume_from_checkpoint)
         check_whole(resume_from_checkpoint)
         state = read_state(resume_from_checkpoint)  # raises before the model is touched
-        if self._has_other_names(resume_from_checkpoint):
-            loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-            self.model.load_state_dict(loaded.state_dict())
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        check_finite(weights_and_statistics(self.model), resume_from_checkpoint)
-        self.posterior.load_state_dict(state)
+        with self._turn("load_checkpoint"):
+            if self._has_other_names(resume_from_checkpoint):
+                loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+                self.model.load_state_dict(loaded.state_dict())
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            check_finite(weights_and_statistics(self.model), resume_from_checkpoint)
+            self.posterior.load_state_dict(state)
 
     def _has_other_names(self, checkpoint: str) -> bool:
         """Whether `save_pretrained` wrote the weights under the names of the original architecture.
