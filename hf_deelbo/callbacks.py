@@ -31,7 +31,7 @@ class PriorVarianceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """A new training."""
-        self.trainer.training_nll.restart()
+        self.trainer.begin_training()
         self._examples_of_a_step = examples_of_a_step(args)
 
     def on_step_begin(

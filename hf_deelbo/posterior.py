@@ -2,9 +2,13 @@
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from threading import Lock, RLock, get_ident
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -23,7 +27,7 @@ from .objective import (
 )
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .temperature import Temperatures, fit_temperature, log_of, tempered
-from .weights.batch_norm import Statistics, batch_norm_layers, compute_statistics, with_statistics
+from .weights.batch_norm import Statistics, as_it_is, batch_norm_layers, compute_statistics, ways_between
 from .weights.blocks import (
     Block,
     Tensors,
@@ -32,15 +36,16 @@ from .weights.blocks import (
     draw_sample,
     on_all_cores,
     parameters_by_name,
-    point_to,
     total,
+    values_of,
 )
-from .weights.parameters import in_eval_mode, last_linear
+from .weights.parameters import last_linear
 from .weights.shards import check_sharding, class_of, is_sharded, reshard
 
 # sigma^2 falls to a quarter at most from one step to the next; up to this sigma, which does no harm, it grows at once
 MOST_FALL, HARMLESS_SIGMA = 4.0, 1e-3
 HOLDS_SAMPLE = "the model holds a weight sample; leave `with sampled(...)` first."
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class KL(NamedTuple):
@@ -48,6 +53,27 @@ class KL(NamedTuple):
 
     backbone: torch.Tensor
     head: torch.Tensor
+
+
+def at_the_mean(method: Method) -> Method:
+    """A method of a posterior that has its turn at the model, which is the posterior mean then.
+
+    Example:
+        ```python
+        class MyPosterior(GaussianPosterior):
+            @at_the_mean
+            def norm(self):  # other threads wait; a RuntimeError within `with posterior.sampled(...)`
+                return sum(w.square().sum() for w in self.backbone.values())
+        ```
+    """
+
+    @wraps(method)
+    def in_turn(posterior: "Posterior", *args: Any, **kwargs: Any) -> Any:
+        with posterior.lock:
+            posterior.ensure_mean(method.__name__)
+            return method(posterior, *args, **kwargs)
+
+    return in_turn
 
 
 class Posterior:
@@ -76,8 +102,13 @@ class Posterior:
         kl_annealing: the part of the KL's weight that is in force; 1 but in training.
         de_elbo: J as the trainer measured it at the present means, or `None`.
         temperatures: what predictions are tempered by, at the present means, see `calibrate`.
-        is_sampled: whether the model holds a weight sample now.
         num_parameters: D.
+        lock: held by the thread that uses the model, whose turn others wait for. All methods take it; take it too
+            (`with posterior.lock:`) around what you do with the model yourself while other threads predict.
+        trained_by: the thread that trains it now; meanwhile others are refused.
+
+    Before something in the model is switched, what undoes it is noted. If an interrupt cuts that short, the next use
+    completes it, in any thread.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -107,6 +138,11 @@ class Posterior:
         if sigma_update not in SIGMA_UPDATES:
             raise ValueError(f"sigma_update: unknown value {sigma_update!r}; choose {' or '.join(SIGMA_UPDATES)}.")
         self.model = model
+        self.lock = RLock()
+        self.trained_by: int | None = None
+        self._in_sample = Lock()  # held in the body of `sampled`
+        self._undo: tuple[Callable[[], None], ...] = ()  # it makes the model the mean again, and may be called twice
+        _posteriors.add(self)
         self._head_names = frozenset(head_names)
         self._is_sharded = is_sharded(model)
         parameters = self.parameters()
@@ -138,7 +174,6 @@ class Posterior:
         self.sample_statistics: dict[int, Statistics] = {}
         self.de_elbo: DEELBo | None = None
         self.temperatures = Temperatures()
-        self.is_sampled = False
         self._sampled: dict[str, nn.Parameter] = {}  # the parameters that hold the sample
         self._means: Tensors = {}  # while they do
         self._sample: Tensors = {}
@@ -151,9 +186,17 @@ class Posterior:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The trainable parameters by name, each once (tied weights too), as views without gradient."""
-        if self._is_sharded:
-            reshard(self.model)
-        return {name: parameter.detach() for name, parameter in parameters_by_name(self.model).items()}
+        with self.lock:
+            if self._undo and not self._in_sample.locked():
+                self._put_back()
+            if self._is_sharded:
+                reshard(self.model)
+            return {name: parameter.detach() for name, parameter in parameters_by_name(self.model).items()}
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the model holds a weight sample now."""
+        return self._in_sample.locked() and bool(self._undo)
 
     @property
     def backbone(self) -> dict[str, torch.Tensor]:
@@ -224,6 +267,7 @@ class Posterior:
     # ---- Learning it -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @at_the_mean
     def update_variances(self, growth: float = math.inf, with_sigma: bool = True) -> None:
         """Set sigma, as far as the steps so far have told, lambda and tau to the maximum of J at the present means.
 
@@ -239,8 +283,6 @@ class Posterior:
             growth: by what part of itself sigma^2 may grow, 0.3 for 30 %; by default it goes to its optimum at once.
             with_sigma: if false, only lambda and tau are set, see `update_prior_variances`.
         """
-        if self.is_sampled:
-            raise RuntimeError(f"update_variances: {HOLDS_SAMPLE}")
         self._last_drawn = None  # the means have moved
         weights, sizes = self.parameters(), self._sizes
         if weights.keys() != self._names:
@@ -252,7 +294,8 @@ class Posterior:
         distances = torch.cat([prior.mahalanobis(weights).reshape(-1) for prior in (self.prior, self.head_prior)])
 
         if with_sigma:
-            self._forget_what_was_computed()
+            self.sample_statistics.clear()
+            self.de_elbo, self.temperatures = None, Temperatures()
         if with_sigma and self.curvature is not None:
             # of each group, or of all of them together; where nothing is known yet it stays
             best = shared_posterior_variance if self.rho.dim() == 0 else optimal_posterior_variance
@@ -280,7 +323,7 @@ class Posterior:
 
         The sample has memory of its own, and the parameters point to it until the exit, also when the body raises or
         is interrupted; the means are not touched. Gradients that the body leaves in the parameters are those at the
-        sample; see `complete_gradients`.
+        sample; see `complete_gradients`. Other threads wait for their turn until the exit.
 
         Args:
             *key: decides eps, together with the device that draws it.
@@ -288,35 +331,14 @@ class Posterior:
             reuse: take the last sample again, if it was of the same key and neither `update_prior_variances` nor
                 `complete_gradients` was called since. The means must not have moved since then.
         """
-        if self.is_sampled:
-            raise RuntimeError(f"sampled: {HOLDS_SAMPLE}")
-        if self._is_sharded:
-            reshard(self.model)
-        parameters, sigmas = parameters_by_name(self.model), self.sigmas
-        weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        self._make_room(weights)
-        self._sampled = parameters
-        if self._is_sharded:  # FSDP2 keeps its weights where they are
-            self._copy(weights, self._room)
-            self._means, self._sample = self._room, weights
-        else:
-            self._means, self._sample = weights, self._room
-
-        def draw(block: Block) -> None:
-            draw_sample(self._sample, self._means, block, sigmas[block.group], key, on_cpu)
-
-        is_there = reuse and self._last_drawn == (key, on_cpu)
-        self.is_sampled, self._last_drawn = True, None
-        try:
-            if not is_there:
-                on_all_cores(draw, self._blocks)
-            if not self._is_sharded:
-                self._last_drawn = key, on_cpu
-                point_to(self._sample, parameters)
-            yield
-        finally:
-            if self.is_sampled:
-                self._take_back_sample()
+        with self.lock:
+            self.ensure_mean("sampled")
+            with self._in_sample:
+                try:
+                    self._put_in_sample(key, on_cpu, reuse)
+                    yield
+                finally:
+                    self._put_back()
 
     @torch.no_grad()
     def complete_gradients(self, loss_scale: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -337,7 +359,7 @@ class Posterior:
         Returns:
             <g, w - w_bar>, which is finite if all gradients are.
         """
-        if not self.is_sampled:
+        if not self._means:
             raise RuntimeError("complete_gradients: there is no weight sample; call it inside `with sampled(...)`.")
         self._last_drawn = None  # it is spent
         if self._is_sharded:  # FSDP2 may have moved them in its first forward pass
@@ -372,18 +394,20 @@ class Posterior:
             kl_gradients = kl_gradient_of_sigma(self.sigmas, self.prior_variances, **numbers)
             gradient = (products / self.sigmas + kl_weight * kl_gradients).sum_to_size(shape)
             self.rho.grad = gradient * torch.sigmoid(self.rho)
-        self._take_back_sample()
+        self._put_back()
         return products.sum()
 
     # ---- Using it --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def evaluated_at(self, seed: int) -> Iterator[None]:
-        """The weight sample `seed` with its own batch-norm statistics, where `recompute_batch_norm` made them."""
-        statistics = self.sample_statistics.get(seed)
-        with self.sampled(seed, on_cpu=True), with_statistics(self.model, statistics) if statistics else nullcontext():
+        """The weight sample `seed` in eval mode, with the batch-norm statistics that `recompute_batch_norm` made."""
+        with self.sampled(seed, on_cpu=True):
+            self._set_eval_mode()
+            self._use_statistics(seed)
             yield
 
+    @at_the_mean
     def recompute_batch_norm(self, batches: Iterable[Mapping[str, Any]], num_samples: int) -> None:
         """Compute the batch-norm statistics of the weight samples 0 .. num_samples - 1 over training inputs.
 
@@ -398,17 +422,24 @@ class Posterior:
         for seed in range(num_samples):
             if seed not in self.sample_statistics:
                 with self.sampled(seed, on_cpu=True):
-                    self.sample_statistics[seed] = compute_statistics(
-                        self.model, batches, lambda batch: self.model(**batch)
-                    )
+                    self._undo = (as_it_is(self.model), *self._undo)
+                    statistics = compute_statistics(self.model, batches, lambda batch: self.model(**batch))
+                for layer, moments in statistics.items():
+                    if not all(torch.isfinite(moment).all() for moment in moments):
+                        raise FloatingPointError(
+                            f"batches: weight sample {seed} has batch-norm statistics that are not finite, in layer "
+                            f"{layer!r}. Look for bad values in the inputs; if there are none, training diverged."
+                        )
+                self.sample_statistics[seed] = statistics
 
     @torch.no_grad()
+    @at_the_mean
     def predict_proba(self, inputs: Mapping[str, Any], num_samples: int = 0) -> torch.Tensor:
         """Class probabilities: of the posterior mean, or averaged over weight samples.
 
             p(y | x) = 1/S sum_s softmax( f(x; w_s) ),    w_s ~ q
 
-        and, once `calibrate` was called, p^(1/T) / sum p^(1/T).
+        and, once `calibrate` was called, p^(1/T) / sum p^(1/T). Several threads may call it, and take turns.
 
         Args:
             inputs: keyword arguments of the model, which is put in eval mode for the call.
@@ -417,9 +448,13 @@ class Posterior:
         _check_count("num_samples", num_samples)
         if num_samples:
             return tempered(self.sample_proba(inputs, num_samples).mean(0), self.temperatures.average)
-        with in_eval_mode(self.model):
+        try:
+            self._set_eval_mode()
             return tempered(self._probabilities(inputs), self.temperatures.mean)
+        finally:
+            self._put_back()
 
+    @at_the_mean
     def calibrate(self, batches: Iterable[Mapping[str, Any]], num_samples: int = 10) -> Temperatures:
         """Fit two temperatures on examples that were not trained on; `predict_proba` and what is saved use them.
 
@@ -455,6 +490,7 @@ class Posterior:
         return self.temperatures
 
     @torch.no_grad()
+    @at_the_mean
     def calibrated_model(self) -> nn.Module:
         """A copy of the model at the posterior mean, in eval mode, whose own logits are divided by the temperature.
 
@@ -470,8 +506,6 @@ class Posterior:
         """
         if self._is_sharded:
             raise ValueError("calibrated_model: a sharded model cannot be copied. Save the posterior, and load it.")
-        if self.is_sampled:
-            raise RuntimeError(f"calibrated_model: {HOLDS_SAMPLE}")
         model = copy.deepcopy(self.model).eval()
         last = last_linear(model, self._head_names)
         for parameter in last.parameters():
@@ -479,6 +513,7 @@ class Posterior:
         return model
 
     @torch.no_grad()
+    @at_the_mean
     def sample_proba(self, inputs: Mapping[str, Any], num_samples: int) -> torch.Tensor:
         """The class probabilities of each of the weight samples 0 .. S - 1, stacked: S x examples x classes.
 
@@ -487,13 +522,21 @@ class Posterior:
         _check_count("num_samples", num_samples)
         self._check_statistics(range(num_samples))
         samples = []
-        with in_eval_mode(self.model):
-            for seed in range(num_samples):
-                with self.evaluated_at(seed):
+        with self._in_sample:  # as `evaluated_at`, with the mode switched once
+            try:
+                self._set_eval_mode()
+                eval_mode = self._undo
+                for seed in range(num_samples):
+                    self._put_in_sample((seed,), on_cpu=True)
+                    self._use_statistics(seed)
                     samples.append(self._probabilities(inputs))
+                    self._put_back(eval_mode)
+            finally:
+                self._put_back()
         return torch.stack(samples)
 
     @torch.no_grad()
+    @at_the_mean
     def sample_model(self, seed: int) -> nn.Module:
         """A copy of the model, in eval mode, that holds the weight sample `seed` and its batch-norm statistics."""
         _check_count("seed", seed)
@@ -501,8 +544,9 @@ class Posterior:
             raise ValueError("sample_model: a sharded model cannot be copied. Save the posterior and load it whole.")
         self._check_statistics([seed])
         with self.evaluated_at(seed):
-            return copy.deepcopy(self.model).eval()
+            return copy.deepcopy(self.model)
 
+    @at_the_mean
     def as_prior(self) -> IsotropicPrior:
         """The prior N(w_bar, lambda I) of a next task, over the same backbone, with lambda to be learned there.
 
@@ -541,6 +585,7 @@ class Posterior:
         return own | {f"prior.{name}": tensor for name, tensor in self.prior.state_dict().items()}
 
     @torch.no_grad()
+    @at_the_mean
     def load_state_dict(self, state: Tensors) -> None:
         """The inverse of `state_dict`, for a posterior over the same model and kind of prior; loads nothing if not."""
         own = self.state_dict()
@@ -555,14 +600,10 @@ class Posterior:
             own[name].copy_(state[name])
         self.prior.load_state_dict({name: state[f"prior.{name}"] for name in self.prior.state_dict()})
         self._describe_groups()
-        self._forget_what_was_computed()
-
-    # ---- Inside ----------------------------------------------------------------------------------------------------
-
-    def _forget_what_was_computed(self) -> None:
-        """The means or sigma are others now."""
         self.sample_statistics.clear()
         self.de_elbo, self.temperatures = None, Temperatures()
+
+    # ---- Inside ----------------------------------------------------------------------------------------------------
 
     def _describe_groups(self) -> None:
         """Note D_g, tr(Sigma_p^-1) and log det Sigma_p of each group."""
@@ -581,24 +622,124 @@ class Posterior:
             raise ValueError(f'kappa: must be "auto" (D/N) or a positive number, got {kappa}.')
         return float(kappa)
 
-    def _make_room(self, weights: Tensors) -> None:
-        """Allocate memory for a second set of weights once; it is used again by every sample."""
+    def ensure_mean(self, caller: str) -> None:
+        """With `lock` held: a `RuntimeError` unless the model is the posterior mean, and no other thread trains it.
+
+        Args:
+            caller: what it is needed for, which is named in the error.
+
+        Example:
+            ```python
+            with posterior.lock:
+                posterior.ensure_mean("my function")
+                logits = posterior.model(**inputs).logits  # no other thread puts a sample into it meanwhile
+            ```
+        """
+        if self._in_sample.locked():
+            raise RuntimeError(f"{caller}: {HOLDS_SAMPLE}")
+        if self.trained_by not in (None, get_ident()):
+            raise RuntimeError(
+                f"{caller}: another thread trains this posterior now. Wait until that is over, or use a copy that was "
+                "saved: GaussianPosterior.from_pretrained(...)."
+            )
+        if self._undo:
+            self._put_back()
+
+    def _put_in_sample(self, key: tuple[int, ...], on_cpu: bool, reuse: bool = False) -> None:
+        """As `sampled` says, until `_put_back`."""
+        if self._is_sharded:
+            reshard(self.model)
+        parameters, sigmas = parameters_by_name(self.model), self.sigmas
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        # memory for a second set of weights, which every sample uses again
         present = [(w.shape, w.stride(), w.dtype, w.device) for w in self._room.values()]
         if present != [(w.shape, w.stride(), w.dtype, w.device) for w in weights.values()]:
             with torch.inference_mode(False):  # training may use it after a prediction in that mode
                 self._room = {name: torch.empty_like(w) for name, w in weights.items()}
             self._last_drawn = None
+        if self._is_sharded:  # FSDP2 keeps its weights where they are
+            self._copy(weights, self._room)
+            means, sample = self._room, weights
+        else:
+            means, sample = weights, self._room
+
+        def draw(block: Block) -> None:
+            draw_sample(sample, means, block, sigmas[block.group], key, on_cpu)
+
+        def point_to(tensors: Tensors) -> None:
+            for name, parameter in parameters.items():
+                parameter.data = tensors[name]
+
+        def copy_means() -> None:
+            reshard(self.model)
+            self._copy(means, values_of(parameters_by_name(self.model)))
+
+        is_there = reuse and self._last_drawn == (key, on_cpu)
+        self._sampled, self._means, self._sample, self._last_drawn = parameters, means, sample, None
+        self._undo = (copy_means if self._is_sharded else partial(point_to, means), *self._undo)
+        if not is_there:
+            on_all_cores(draw, self._blocks)
+        if not self._is_sharded:
+            self._last_drawn = key, on_cpu
+            point_to(sample)
+
+    def _set_eval_mode(self) -> None:
+        """For all modules, until `_put_back`."""
+        training = [module for module in self.model.modules() if module.training]
+
+        def put_back() -> None:
+            for module in training:
+                module.training = True
+
+        if training:
+            self._undo = (put_back, *self._undo)
+            self.model.eval()
+
+    def _use_statistics(self, seed: int) -> None:
+        """Of that weight sample, if there are any, until `_put_back`."""
+        if statistics := self.sample_statistics.get(seed):
+            use, put_back = ways_between(self.model, statistics)
+            self._undo = (put_back, *self._undo)
+            use()
+
+    def _put_back(self, until: tuple[Callable[[], None], ...] = ()) -> None:
+        """The model is the posterior mean again, in the modes and with the statistics that it had.
+
+        Args:
+            until: an earlier `_undo`, to which it goes back.
+        """
+
+        def put_back() -> None:
+            self._sampled, self._means, self._sample = {}, {}, {}
+            while len(self._undo) > len(until):
+                self._undo[0]()
+                self._undo = self._undo[1:]  # only now: what was interrupted is done again
+
+        try:
+            put_back()
+        except BaseException:  # a signal, which seldom comes twice: whoever looks at the model itself finds the mean
+            put_back()
+            raise
 
     def _copy(self, source: Tensors, target: Tensors) -> None:
         on_all_cores(lambda block: torch._foreach_copy_(block.of(target), block.of(source)), self._blocks)
 
-    def _take_back_sample(self) -> None:
-        """The model is the posterior mean again."""
-        if self._is_sharded:
-            self._copy(self._means, self.parameters())
+
+# every posterior of this process
+_posteriors: "WeakSet[Posterior]" = WeakSet()
+
+
+def _free_locks() -> None:
+    """In a child process: what a thread holds that was not forked along would be held for ever."""
+    for posterior in _posteriors:
+        if posterior.lock.acquire(blocking=False):
+            posterior.lock.release()
         else:
-            point_to(self._means, self._sampled)
-        self.is_sampled, self._sampled, self._means, self._sample = False, {}, {}, {}
+            posterior.lock, posterior._in_sample = RLock(), Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_locks)
 
 
 def _mean(values: torch.Tensor, sizes: int | torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ def select(
         rung += 1
         trials = [session.run(trial.learning_rate, rung) for trial in survivors]
     best = _best_first(trials)[0]
-    if best.de_elbo == -math.inf:
+    if not math.isfinite(best.de_elbo):
         raise FloatingPointError("Every learning rate diverged. Give smaller ones.")
     session.clean_up(keep=best.learning_rate)
     temperatures = session.temperatures(best.learning_rate) if calibrate else Temperatures()
@@ -188,7 +188,9 @@ def _rates_left(num_rates: int) -> list[int]:
 
 
 def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float]:
-    """J as the objective of `Trainer.hyperparameter_search`, to be maximised; not for a search over kappa.
+    """J as the objective of `Trainer.hyperparameter_search`, to be maximised; minus infinity if it diverged.
+
+    A search over kappa is refused, as J of different kappas cannot be compared.
 
     Example:
         ```python
@@ -206,7 +208,7 @@ def elbo_objective(trainer: DEELBoTrainer) -> Callable[[dict[str, float]], float
         if len(kappas) > 1:
             low, high = min(kappas), max(kappas)
             raise ValueError(f"hp_space: J of different kappas, {low:.6g} and {high:.6g}, cannot be compared.")
-        return trainer.de_elbo().value
+        return _or_the_worst(trainer.de_elbo().value)
 
     return objective
 
@@ -345,7 +347,7 @@ class _Session:
             return -math.inf
         finally:
             trainer.remove_callback(_StopAt)
-        return value if math.isfinite(value) else -math.inf
+        return _or_the_worst(value)
 
 
 def _num_steps(trainer: DEELBoTrainer) -> tuple[int, int]:
@@ -365,4 +367,9 @@ def _a_fifth(trainer: DEELBoTrainer) -> list[int]:
 
 
 def _best_first(trials: Sequence[Trial]) -> list[Trial]:
-    return sorted(trials, key=lambda trial: -trial.de_elbo)
+    return sorted(trials, key=lambda trial: -_or_the_worst(trial.de_elbo))
+
+
+def _or_the_worst(value: float) -> float:
+    """A number that is not finite compares with nothing."""
+    return value if math.isfinite(value) else -math.inf

@@ -8,9 +8,11 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import datasets
@@ -48,8 +50,9 @@ from .sharing.posterior_files import read_state, write_posterior
 from .sharing.posteriors import GaussianPosterior
 from .sharing.priors import load_prior
 from .temperature import Temperatures, fit_temperature
-from .weights.batch_norm import batch_norm_layers
-from .weights.parameters import backbone_of, head_parameter_names, in_eval_mode
+from .weights.batch_norm import batch_norm_layers, weights_and_statistics
+from .weights.blocks import check_finite
+from .weights.parameters import backbone_of, head_parameter_names
 from .weights.shards import is_sharded
 
 logger = logging.get_logger(__name__)
@@ -104,6 +107,8 @@ class DEELBoTrainer(Trainer):
         self._posterior: GaussianPosterior | None = None
         self._evaluations: dict[str, _Evaluation] = {}
         self._batch_weight = self._mean_batch_size = 1.0
+        self._running_statistics: list[torch.Tensor] = []
+        self._statistics_of_before: list[torch.Tensor] = []  # the step
         self.training_nll = TrainingNLL(args.device)
         super().__init__(model, args, *trainer_args, **trainer_kwargs)
         self.model_accepts_loss_kwargs = False  # `loss_is_scaled_for_ga` before transformers 5.19
@@ -136,6 +141,16 @@ class DEELBoTrainer(Trainer):
             )
         return self._posterior
 
+    @contextmanager
+    def _turn(self, caller: str) -> Iterator[None]:
+        """At the posterior mean, while other threads wait; there may be no posterior where nothing is trained."""
+        if self._posterior is None:
+            yield
+            return
+        with self._posterior.lock:
+            self._posterior.ensure_mean(caller)
+            yield
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model, and with it a new posterior."""
         self._posterior = None
@@ -150,7 +165,20 @@ class DEELBoTrainer(Trainer):
             [resume_from_checkpoint] = broadcast_object_list(found)
             if resume_from_checkpoint is None:
                 raise ValueError(f"resume_from_checkpoint: there is no whole checkpoint in {self.args.output_dir!r}.")
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._running_statistics = self._statistics_of_before = []
+            if self._posterior is not None:
+                self._posterior.trained_by = None
+
+    def begin_training(self) -> None:
+        """Called as training begins: from now on, until `train` returns, other threads are refused."""
+        with self.posterior.lock:
+            self.posterior.ensure_mean("train")
+            self.posterior.trained_by = get_ident()
+        self.training_nll.restart()
+        self._running_statistics = [b for layer in batch_norm_layers(self.model).values() for b in layer.buffers()]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimiser of `Trainer` or your own, without weight decay; with `sigma_update="optimizer"` it has rho."""
@@ -172,7 +200,11 @@ class DEELBoTrainer(Trainer):
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """The batches of one optimiser step, whose sizes are noted: `Trainer` averages them, so smaller weigh less."""
+        """The batches of one optimiser step, whose sizes are noted: `Trainer` averages them, so smaller weigh less.
+
+        So are the running statistics of batch norm, which come back if the step raises.
+        """
+        self._statistics_of_before = [buffer.clone() for buffer in self._running_statistics]
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         sizes = [find_batch_size(batch) or 1 for batch in batches]
         self._mean_batch_size = sum(sizes) / max(1, len(sizes))
@@ -192,18 +224,23 @@ class DEELBoTrainer(Trainer):
         self._evaluations.clear()
         self._batch_weight = (find_batch_size(inputs) or 1) / self._mean_batch_size
         ends_step, scaler = self.accelerator.sync_gradients, self.accelerator.scaler
-        with self.posterior.sampled(self.args.seed, self.state.global_step, reuse=True):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-            self._batch_weight = 1.0
-            finite = torch.isfinite(loss)
-            if ends_step:
-                scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
-                product = self.posterior.complete_gradients(scale)
-                if scaler is None:  # with a scaler an overflow is expected, and skips the step
-                    finite &= torch.isfinite(product)  # <g, eps> is as finite as g
-        self.training_nll.add(self._last_nll, self.current_gradient_accumulation_steps, ends_step)
-        if not finite:  # the host waits for it here, as it would right after for `Trainer`'s own look at the loss
-            self._raise_non_finite(loss)
+        try:
+            with self.posterior.sampled(self.args.seed, self.state.global_step, reuse=True):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+                self._batch_weight = 1.0
+                finite = torch.isfinite(loss)
+                if ends_step:
+                    scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.args.device))
+                    product = self.posterior.complete_gradients(scale)
+                    if scaler is None:  # with a scaler an overflow is expected, and skips the step
+                        finite &= torch.isfinite(product)  # <g, eps> is as finite as g
+            self.training_nll.add(self._last_nll, self.current_gradient_accumulation_steps, ends_step)
+            if not finite:  # the host waits for it here, as it would right after for `Trainer`'s own look at the loss
+                self._raise_non_finite(loss)
+        except BaseException:
+            for buffer, before in zip(self._running_statistics, self._statistics_of_before, strict=True):
+                buffer.copy_(before)
+            raise
         return loss
 
     def compute_loss(
@@ -259,7 +296,7 @@ class DEELBoTrainer(Trainer):
         learned = ", ".join(f"{name}={value:.4g}" for name, value in self._learned().items())
         raise FloatingPointError(
             f"Step {self.state.global_step + 1}: the loss ({float(loss):.4g}) or its gradient is not finite, with "
-            f"{learned}. The model is at the weights that the step started from. Try a smaller learning_rate than "
+            f"{learned}. The model is where the step started from. Try a smaller learning_rate than "
             f"{self.args.learning_rate}, and look for bad values in the inputs."
         )
 
@@ -349,35 +386,45 @@ class DEELBoTrainer(Trainer):
         if dataset is not None and num_examples is not None:
             raise ValueError("num_examples: takes examples of the training set; give it or a `dataset`, not both.")
         is_training_set = dataset is None and num_examples is None
+        name = self._name_of_training_inputs() if dataset is None else "dataset"
         dataset, posterior = self._training_inputs() if dataset is None else dataset, self.posterior
         _ = posterior.kl_weight  # says so if N is not known
-        posterior.update_prior_variances()
-        self.recompute_batch_norm(num_samples)
-        batches, num_own = self._share_of(dataset, self._balanced(dataset, num_examples))
-        samples = self._progress(range(num_samples), "DE ELBo")
-        with in_eval_mode(self.model):
-            nlls = torch.tensor([self._mean_nll(batches, num_own, seed) for seed in samples], dtype=torch.float64)
-        de_elbo = DEELBo(
-            nll=nlls.mean().item(),
-            kl_backbone=float(posterior.kl.backbone),
-            kl_head=float(posterior.kl.head),
-            kappa=posterior.kappa,
-            num_examples=posterior.num_examples,
-            nll_standard_error=(nlls.std() / math.sqrt(num_samples)).item() if num_samples > 1 else math.nan,
-        )
-        if is_training_set:
-            posterior.de_elbo = de_elbo
+        with posterior.lock:  # J is of one posterior
+            posterior.update_prior_variances()
+            self.recompute_batch_norm(num_samples)
+            batches, num_own = self._share_of(dataset, self._balanced(dataset, num_examples))
+            samples = self._progress(range(num_samples), "DE ELBo")
+            nlls = [self._mean_nll(batches, num_own, seed, name) for seed in samples]
+            nlls = torch.tensor(nlls, dtype=torch.float64)
+            de_elbo = DEELBo(
+                nll=nlls.mean().item(),
+                kl_backbone=float(posterior.kl.backbone),
+                kl_head=float(posterior.kl.head),
+                kappa=posterior.kappa,
+                num_examples=posterior.num_examples,
+                nll_standard_error=(nlls.std() / math.sqrt(num_samples)).item() if num_samples > 1 else math.nan,
+            )
+            if is_training_set:
+                posterior.de_elbo = de_elbo
         return de_elbo
 
     @torch.no_grad()
-    def _mean_nll(self, batches: DataLoader, num_own: float, seed: int) -> float:
-        """Mean over all examples, each once: every process takes its share, without padding."""
+    def _mean_nll(self, batches: DataLoader, num_own: float, seed: int, name: str) -> float:
+        """Mean over all examples, each once: every process takes its share, without padding.
+
+        Args:
+            batches, num_own: of `_share_of`.
+            seed: the weight sample.
+            name: of the dataset, for an error.
+        """
         totals = torch.zeros(2, dtype=torch.float64)
         with self.posterior.evaluated_at(seed):
             for inputs in batches:
                 count = find_batch_size(inputs) if totals[1] < num_own else 0
                 with self.accelerator.autocast():
                     nll = self.compute_loss(self.model, send_to_device(inputs, self.args.device))
+                if not math.isfinite(nll.item()):
+                    _check_inputs(inputs, name)
                 totals += torch.tensor([nll.item() * count, count], dtype=torch.float64)
         total, count = self.accelerator.reduce(totals.to(self.args.device), "sum").tolist()
         return total / count
@@ -407,17 +454,24 @@ class DEELBoTrainer(Trainer):
             return
         dataset = self._training_inputs()
         loader = self._batches(dataset, self._balanced(dataset, self.args.num_batch_norm_examples))
-        with self.accelerator.autocast():
-            self.posterior.recompute_batch_norm(_Inputs(loader, self.label_names, self.args.device), num_samples)
+        inputs = _Inputs(loader, self.label_names, self.args.device)
+        try:
+            with self.accelerator.autocast():
+                self.posterior.recompute_batch_norm(inputs, num_samples)
+        except FloatingPointError:
+            for batch in inputs:
+                _check_inputs(batch, self._name_of_training_inputs())
+            raise
 
     # ---- Evaluation ------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """`Trainer`'s loop, at the posterior mean or (`num_eval_samples`) with averaged probabilities."""
         num_samples = self.args.num_eval_samples
-        if num_samples:
-            self.recompute_batch_norm(num_samples)
-        output = super().evaluation_loop(*args, **kwargs)
+        with self._turn("evaluation_loop"):
+            if num_samples:
+                self.recompute_batch_norm(num_samples)
+            output = super().evaluation_loop(*args, **kwargs)
         self._evaluations["average" if num_samples else "mean"] = _Evaluation(output, num_samples)
         return output
 
@@ -569,6 +623,9 @@ class DEELBoTrainer(Trainer):
         if dataset is None:
             raise ValueError("dataset: the trainer has no `train_dataset` to compute this on; give it one.")
         return dataset
+
+    def _name_of_training_inputs(self) -> str:
+        return "train_dataset" if self._elbo_dataset is None else "elbo_dataset"
 
     def _balanced(self, dataset: Any, most: int | None) -> list[int] | None:
         """Which of the examples to take, at most so many, class-balanced, always the same; `None` for all."""
@@ -769,12 +826,14 @@ class DEELBoTrainer(Trainer):
         finish_interrupted(resume_from_checkpoint)
         check_whole(resume_from_checkpoint)
         state = read_state(resume_from_checkpoint)  # raises before the model is touched
-        if self._has_other_names(resume_from_checkpoint):
-            loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-            self.model.load_state_dict(loaded.state_dict())
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.posterior.load_state_dict(state)
+        with self._turn("load_checkpoint"):
+            if self._has_other_names(resume_from_checkpoint):
+                loaded = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+                self.model.load_state_dict(loaded.state_dict())
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            check_finite(weights_and_statistics(self.model), resume_from_checkpoint)
+            self.posterior.load_state_dict(state)
 
     def _has_other_names(self, checkpoint: str) -> bool:
         """Whether `save_pretrained` wrote the weights under the names of the original architecture.
@@ -791,6 +850,15 @@ class DEELBoTrainer(Trainer):
 
 def _first(logits: Any) -> torch.Tensor:
     return logits[0] if isinstance(logits, (tuple, list)) else logits
+
+
+def _check_inputs(inputs: dict[str, Any], name: str) -> None:
+    for column, values in inputs.items():
+        is_number = isinstance(values, torch.Tensor) and values.is_floating_point()
+        if is_number and not torch.isfinite(values).all():
+            raise ValueError(
+                f"{name}: {column!r} has values that are nan or infinite. Repair or remove such examples."
+            )
 
 
 class _Inputs:

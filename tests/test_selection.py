@@ -9,6 +9,7 @@ import torch
 from conftest import make_dataset, make_model
 
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
+from hf_deelbo import selection as selection_module
 from hf_deelbo.data import class_balanced_indices
 from hf_deelbo.selection import (
     elbo_objective,
@@ -254,6 +255,30 @@ class TestHalving:
         assert selection.trials[0].de_elbo == -math.inf
         with pytest.raises(FloatingPointError, match="Every learning rate diverged"):
             select(task.make_trainer, [1e30], task.folder.parent / "other")
+
+    def test_a_nan_among_the_data_of_j_is_no_rate_that_diverged(self, task):
+        def make_trainer(*args) -> DEELBoTrainer:
+            trainer, bad = task.make_trainer(*args), make_dataset("vit")
+            bad[3]["pixel_values"] = bad[3]["pixel_values"] * math.nan
+            trainer._elbo_dataset = bad
+            return trainer
+
+        with pytest.raises(ValueError, match="elbo_dataset: 'pixel_values' has values that are nan or infinite"):
+            select(make_trainer, RATES[:2], task.folder)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_j_that_is_not_finite_is_never_the_best(self, task, value):
+        """As an earlier version may have written it."""
+        trials = [
+            {"learning_rate": rate, "steps": 20, "de_elbo": j, "seconds": 1.0}
+            for rate, j in zip(RATES, [value, -5.0, value, -7.0], strict=True)
+        ]
+        task.folder.mkdir()
+        known = {"method": "full", "learning_rates": RATES, "max_steps": 20, "warmup_steps": 0, "trials": trials}
+        (task.folder / "selection.json").write_text(json.dumps(known))
+        session = selection_module._Session(task.make_trainer, task.folder, "full", RATES, None)
+        ordered = selection_module._best_first([session.run(rate, rung=0) for rate in RATES])
+        assert [trial.learning_rate for trial in ordered[:2]] == [0.01, 0.0001]
 
     def test_one_rate_is_one_run(self, task):
         _, selection = select(task.make_trainer, RATES[:1], task.folder)

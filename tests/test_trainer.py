@@ -27,6 +27,10 @@ from hf_deelbo import DEELBoConfig, DEELBoTrainer, IsotropicPrior, LowRankPrior
 from hf_deelbo.sharing.checkpoints import seal
 
 
+def with_a_nan(data: list[dict]) -> list[dict]:
+    return [*data[:3], data[3] | {"pixel_values": data[3]["pixel_values"] * math.nan}, *data[4:]]
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int):
         self.step = step
@@ -937,15 +941,72 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"one class index per example.*compute_loss_func"):
             make_trainer(train_dataset=data).train()
 
-    def test_a_non_finite_loss(self, make_trainer, snapshot, assert_same):
-        data = make_dataset("vit")
-        data[3]["pixel_values"] = data[3]["pixel_values"] * float("nan")
-        trainer = make_trainer(train_dataset=data, per_device_train_batch_size=24)
+    @pytest.mark.parametrize("kind", ["vit", "resnet"])
+    def test_a_non_finite_loss(self, make_trainer, kind, snapshot, assert_same):
+        data = with_a_nan(make_dataset(kind))
+        trainer = make_trainer(kind, train_dataset=data, per_device_train_batch_size=24)
         before = snapshot(trainer.model)
         with pytest.raises(FloatingPointError, match=r"Step 1: .*nan.* lambda=0.0025, tau=\S+, sigma=0.05"):
             trainer.train()
         assert_same(before, snapshot(trainer.model))
         assert all(p.grad is None for p in trainer.model.parameters())
+
+    def test_the_statistics_of_a_step_in_several_batches_go_back_to_its_start(
+        self, make_trainer, snapshot, assert_same
+    ):
+        settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+        before = []
+
+        class Before(TrainerCallback):
+            def on_step_begin(self, args, state, control, model, **kwargs):
+                before.append(snapshot(model))
+
+        data = make_dataset("resnet")
+        trainer = make_trainer("resnet", train_dataset=data, trainer={"callbacks": [Before()]}, **settings)
+        calls, compute_loss = [], trainer.compute_loss
+
+        def compute_a_bad_loss(*args, **kwargs):
+            calls.append(1)
+            loss = compute_loss(*args, **kwargs)
+            return loss * float("nan") if len(calls) == 5 else loss
+
+        trainer.compute_loss = compute_a_bad_loss
+        with pytest.raises(FloatingPointError, match="Step 2"):
+            trainer.train()
+        assert len(before) == 2
+        assert_same(before[1], snapshot(trainer.model))
+
+    @pytest.mark.parametrize("tensor", ["resnet.embedder.embedder.normalization.running_var", "classifier.1.weight"])
+    def test_nothing_that_is_not_finite_is_saved_or_loaded(self, make_trainer, tensor, tmp_path):
+        trainer = make_trainer("resnet")
+        trainer.save_model(tmp_path / "good")
+        files = {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()}
+        trainer.model.state_dict()[tensor][0] = float("nan")
+        for save in (trainer.save_model, trainer.posterior.save_pretrained):
+            with pytest.raises(ValueError, match=f"model: '{tensor}' is not finite"):
+                save(tmp_path / "good")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()} == files
+        with pytest.raises(ValueError, match=f"model: '{tensor}' is not finite"):
+            trainer.posterior.save_pretrained(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+    @pytest.mark.parametrize("kind", ["vit", "resnet"])
+    def test_a_non_finite_elbo_dataset(self, make_trainer, kind):
+        trainer = make_trainer(kind, trainer={"elbo_dataset": with_a_nan(make_dataset(kind))})
+        trainer.train()
+        message = "elbo_dataset: 'pixel_values' has values that are nan or infinite"
+        with pytest.raises(ValueError, match=message):
+            trainer.de_elbo(num_samples=1)
+        assert trainer.posterior.sample_statistics == {}
+        if kind == "vit":
+            with pytest.raises(ValueError, match="^dataset: 'pixel_values' has values"):
+                trainer.de_elbo(with_a_nan(make_dataset(kind)), num_samples=1)
+
+    def test_statistics_of_a_model_that_diverged_are_not_taken_for_bad_data(self, make_trainer):
+        trainer = make_trainer("resnet")
+        trainer.model.resnet.embedder.embedder.normalization.weight.data.fill_(1e38)
+        with pytest.raises(FloatingPointError, match="weight sample 0 has batch-norm statistics that are not finite"):
+            trainer.de_elbo(num_samples=1)
 
     def test_a_non_finite_gradient_of_a_finite_loss(self, make_trainer, snapshot, assert_same):
         trainer = make_trainer()

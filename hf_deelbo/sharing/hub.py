@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from ..weights.blocks import Tensors
+from ..weights.blocks import Tensors, check_finite
 from .files import (
     WORKING_FOLDERS,
     finish_interrupted,
@@ -144,16 +144,27 @@ class SavedConfig:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file; a `ValueError` names a tensor that is not finite."""
+    check_finite(_to_be_finite(tensors), os.path.basename(path))
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
 def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Read a safetensors file."""
+    """Read a safetensors file, whose numbers must be finite."""
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise InvalidFilesError(f"{path}: it cannot be read ({error}). Download or save it again.") from error
+    try:
+        check_finite(_to_be_finite(tensors), os.fspath(path))
+    except ValueError as error:
+        raise InvalidFilesError(f"{error} Save it again, from a training that did not diverge.") from error
+    return tensors
+
+
+def _to_be_finite(tensors: Tensors) -> Tensors:
+    """All but the error of a J that was measured at one weight sample."""
+    return {name: tensor for name, tensor in tensors.items() if name != "nll_standard_error"}
 
 
 def by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:

@@ -33,8 +33,8 @@ from ..objective import DEELBo
 from ..posterior import Posterior
 from ..priors import prior_from
 from ..temperature import Temperatures
-from ..weights.batch_norm import Statistics, batch_norm_layers
-from ..weights.blocks import Tensors
+from ..weights.batch_norm import Statistics, batch_norm_layers, weights_and_statistics
+from ..weights.blocks import Tensors, check_finite
 from ..weights.parameters import backbone_of, base_of, has_adapters
 from ..weights.shards import is_first_process, whole
 from .cards import CARD_FILE
@@ -158,6 +158,7 @@ _KINDS = {str: "text", bool: "truth value", int: "positive whole number", float:
 
 def write_posterior(posterior: Posterior, folder: str | os.PathLike) -> None:
     """Write `posterior.safetensors` and `posterior_config.json` into a folder that holds the model's own files."""
+    check_finite(weights_and_statistics(posterior.model), "model")
     posterior.update_prior_variances()
     numbers = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
     if posterior.de_elbo is not None:
@@ -240,6 +241,7 @@ def read_posterior(
         if base is not None:
             load_loose_tensors(model, tensors["model"])
             _check_base(model, config.base["sha256"])
+        check_finite(weights_and_statistics(model), "model")
         posterior = _assemble(posterior_class, model, config, tensors)
         _check_agreement(posterior, config)
     except (ValueError, KeyError, RuntimeError, OSError) as error:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from ..posterior import HOLDS_SAMPLE, Posterior
+from ..posterior import Posterior, at_the_mean
 from ..weights.parameters import has_adapters
 from ..weights.shards import is_first_process
 from .cards import PosteriorCardData, save_card
@@ -31,6 +31,7 @@ class GaussianPosterior(Posterior, Shareable):
 
     config_class = PosteriorConfig
 
+    @at_the_mean
     def save_pretrained(self, folder: str | os.PathLike, processing_class: Any = None) -> None:
         """Save it as a transformers repository of the posterior mean, with two files of ours; see `posterior_files`.
 
@@ -49,8 +50,6 @@ class GaussianPosterior(Posterior, Shareable):
             GaussianPosterior.from_pretrained("posterior").predict_proba(image_processor(image, return_tensors="pt"))
             ```
         """
-        if self.is_sampled:
-            raise RuntimeError(f"save_pretrained: {HOLDS_SAMPLE}")
         if reason := why_not_loadable(self.model):
             raise ValueError(f"save_pretrained: {reason}.")
         with self.new_files_of(folder) as new:
@@ -62,9 +61,11 @@ class GaussianPosterior(Posterior, Shareable):
     @contextmanager
     def new_files_of(self, folder: str | os.PathLike) -> Iterator[Path]:
         """`replaced_together` for the process that writes; others only give it their rows, and write to nowhere."""
-        writes = is_first_process(self.parameters())
-        with replaced_together(folder) if writes else tempfile.TemporaryDirectory() as new:
-            yield Path(new)
+        with self.lock:
+            self.ensure_mean("save")
+            writes = is_first_process(self.parameters())
+            with replaced_together(folder) if writes else tempfile.TemporaryDirectory() as new:
+                yield Path(new)
 
     def card_data(self) -> PosteriorCardData:
         """What a model card tells of it."""

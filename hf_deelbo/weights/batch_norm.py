@@ -7,6 +7,8 @@ sample that is evaluated (Maddox et al. 2019 do the same for SWAG).
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ def batch_norm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.running_mean is not None
     }
+
+
+def weights_and_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What training changes, by name: the parameters, frozen ones too, and the running statistics of batch norm.
+
+    Example:
+        >>> list(weights_and_statistics(nn.BatchNorm1d(2)))
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    """
+    layers = batch_norm_layers(model)
+    buffers = {n: buffer for n, buffer in model.named_buffers() if n.rpartition(".")[0] in layers}
+    return dict(model.named_parameters()) | buffers
 
 
 @torch.no_grad()
@@ -65,19 +79,19 @@ def compute_statistics(model: nn.Module, batches: Iterable[Any], forward: Callab
 
         return hook
 
-    with _as_it_was(model):
+    put_back = as_it_is(model)
+    try:
         model.eval()
-        hooks = []
-        try:
-            for name, layer in layers.items():
-                layer.train()
-                layer.momentum = 1.0  # the running statistics are then those of the last batch
-                hooks.append(layer.register_forward_hook(add_moments(name)))
-            for batch in batches:
-                forward(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for name, layer in layers.items():
+            for buffer in layer.buffers():
+                buffer.data = buffer.clone()
+            layer.train()
+            layer.momentum = 1.0  # the running statistics are then those of the last batch
+            layer.register_forward_hook(add_moments(name))
+        for batch in batches:
+            forward(batch)
+    finally:
+        put_back()
     return {name: moments.pooled() for name, moments in sums.items() if moments.count}
 
 
@@ -93,12 +107,72 @@ def with_statistics(model: nn.Module, statistics: Statistics) -> Iterator[None]:
         >>> model.running_mean
         tensor([0.])
     """
-    with _as_it_was(model):
-        layers = batch_norm_layers(model)
-        for name, (mean, variance) in statistics.items():
-            layers[name].running_mean.copy_(mean)
-            layers[name].running_var.copy_(variance)
+    use, put_back = ways_between(model, statistics)
+    try:
+        use()
         yield
+    finally:
+        put_back()
+
+
+def ways_between(model: nn.Module, statistics: Statistics) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Two functions: one lets the batch-norm layers hold these statistics, the other what they hold now.
+
+    The layers point to other memory then, and no numbers are moved: a call that was interrupted can be repeated.
+
+    Example:
+        >>> model = nn.BatchNorm1d(1)
+        >>> use, put_back = ways_between(model, {"": (torch.ones(1), torch.ones(1))})
+        >>> use()
+        >>> model.running_mean
+        tensor([1.])
+        >>> put_back()
+        >>> model.running_mean
+        tensor([0.])
+    """
+    layers = batch_norm_layers(model)
+    buffers = [buffer for name in statistics for buffer in (layers[name].running_mean, layers[name].running_var)]
+    present = [buffer.data for buffer in buffers]
+    given = [values.to(own, copy=True) for values, own in zip(chain(*statistics.values()), present, strict=True)]
+    return partial(_point_to, given, buffers), partial(_point_to, present, buffers)
+
+
+def as_it_is(model: nn.Module) -> Callable[[], None]:
+    """A function that puts back the mode of every module, and what the batch-norm layers hold and do now.
+
+    It goes by references, as `ways_between` does, and may be called again. So the layers must be given memory of their
+    own before anything is written into it.
+
+    Example:
+        >>> model = nn.Dropout().eval()
+        >>> put_back = as_it_is(model)
+        >>> _ = model.train()
+        >>> put_back()
+        >>> model.training
+        False
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    layers = batch_norm_layers(model).values()
+    states = [(layer, layer.momentum, dict(layer._forward_hooks)) for layer in layers]
+    buffers = [buffer for layer in layers for buffer in layer.buffers()]
+    present = [buffer.data for buffer in buffers]
+
+    def put_back() -> None:
+        _point_to(present, buffers)
+        for layer, momentum, hooks in states:
+            layer.momentum = momentum
+            for hook in layer._forward_hooks.keys() - hooks.keys():
+                del layer._forward_hooks[hook]
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
+
+    return put_back
+
+
+def _point_to(tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        buffer.data = tensor
 
 
 class _Moments:
@@ -118,20 +192,3 @@ class _Moments:
         mean = self.first / self.count
         variance = (self.second / self.count - mean**2).clamp_min(0)
         return mean.to(self.dtype), variance.to(self.dtype)
-
-
-@contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back the mode of every module and the state of every batch-norm layer."""
-    modes = {module: module.training for module in model.modules()}
-    layers = batch_norm_layers(model).values()
-    states = [(layer.momentum, {name: buffer.clone() for name, buffer in layer.named_buffers()}) for layer in layers]
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for layer, (momentum, buffers) in zip(layers, states, strict=True):
-            layer.momentum = momentum
-            for name, buffer in layer.named_buffers():
-                buffer.copy_(buffers[name])

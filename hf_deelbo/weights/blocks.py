@@ -14,6 +14,7 @@ from functools import cache
 from hashlib import blake2b
 from itertools import pairwise
 from threading import Barrier
+from time import sleep
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
 
@@ -57,21 +58,6 @@ def values_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]
         [[3.0, 3.0]]
     """
     return {name: parameter.detach() for name, parameter in parameters.items()}
-
-
-def point_to(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let the parameters hold these tensors, by name, not copies of them; their gradients stay.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> mine = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
-        >>> point_to(mine, parameters_by_name(model))
-        >>> _ = mine["weight"].fill_(5)
-        >>> model.weight.tolist()
-        [[5.0, 5.0]]
-    """
-    for name, parameter in parameters.items():
-        parameter.data = tensors[name]
 
 
 # ---- Blocks ---------------------------------------------------------------------------------------------------------
@@ -169,19 +155,27 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
         [4.0, 2.0]
     """
 
+    at_work, is_over = [], False
+
     @torch.no_grad()  # the mode is per thread
     def work(some: list[Block]) -> list[Result]:
-        return [function(block) for block in some]
+        at_work.append(some)  # before it looks whether all is over, and so seen by whoever said so before
+        try:
+            return [] if is_over else [function(block) for block in some]
+        finally:
+            at_work.pop()
 
     if not all(block.on_cpu for block in blocks):
         return work(blocks)
     num_threads = torch.get_num_threads()
     pool = _pool(os.getpid(), num_threads)
-    shares = [pool.submit(work, blocks[first::num_threads]) for first in range(num_threads)]
     try:
+        shares = [pool.submit(work, blocks[first::num_threads]) for first in range(num_threads)]
         wait(shares)
     finally:
-        wait(shares)  # whoever is interrupted waits too, as they write into the model
+        is_over = True
+        while at_work:  # whoever is interrupted waits too, as they write into the model
+            sleep(1e-4)
     results: list[Result] = [None] * len(blocks)
     for first, share in enumerate(shares):
         results[first::num_threads] = share.result()
@@ -193,7 +187,11 @@ def _pool(process_id: int, num_threads: int) -> ThreadPoolExecutor:
     """Threads each of whose operations is its own work alone; a child process, to which none comes, makes its own."""
     pool = ThreadPoolExecutor(num_threads, "hf_deelbo", initializer=_work_alone)
     all_there = Barrier(num_threads)
-    wait([pool.submit(all_there.wait) for _ in range(num_threads)])
+    try:
+        wait([pool.submit(all_there.wait) for _ in range(num_threads)])
+    except BaseException:
+        all_there.abort()  # else those that came would wait for ever for those that an interrupt kept away
+        raise
     torch.set_num_threads(num_threads)  # the last call decides for threads that start later
     return pool
 
@@ -232,6 +230,31 @@ def total(
     if (mesh := mesh_of(tensors)) is not None:
         dist.all_reduce(value, group=mesh.get_group())
     return value
+
+
+@torch.no_grad()
+def check_finite(tensors: Tensors, whose: str) -> None:
+    """Raise a `ValueError` that names the first tensor with a number that is nan or infinite, if there is one.
+
+    Args:
+        tensors: by name; those that do not hold floating-point numbers pass.
+        whose: they are, for the error.
+
+    Example:
+        >>> check_finite({"w": torch.tensor([1.0, math.nan])}, "posterior")
+        Traceback (most recent call last):
+        ...
+        ValueError: posterior: 'w' is not finite: it holds nan or infinite numbers.
+    """
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not tensors:
+        return
+    device = next(iter(tensors.values())).device
+    are_bad = torch.stack([(~torch.isfinite(local(tensor)).all()).float().to(device) for tensor in tensors.values()])
+    are_bad = total([are_bad], tensors, zero=torch.zeros_like(are_bad))
+    if are_bad.any():
+        name = list(tensors)[int(are_bad.argmax())]
+        raise ValueError(f"{whose}: {name!r} is not finite: it holds nan or infinite numbers.")
 
 
 def squared_distance(

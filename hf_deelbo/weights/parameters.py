@@ -1,7 +1,6 @@
 """The trainable parameters of a model by name, and which of them are the head V; the others are the backbone w."""
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -44,26 +43,6 @@ def has_adapters(model: nn.Module) -> bool:
 def base_of(model: nn.Module) -> nn.Module:
     """The model inside of peft's; any other model itself."""
     return model.get_base_model() if has_adapters(model) else model
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, and back in the mode it had.
-
-    Example:
-        >>> model = nn.Dropout().train()
-        >>> with in_eval_mode(model):
-        ...     model.training
-        False
-        >>> model.training
-        True
-    """
-    mode = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(mode)
 
 
 def backbone_of(model: nn.Module, head_names: Iterable[str]) -> dict[str, torch.Tensor]:

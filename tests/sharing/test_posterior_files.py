@@ -305,6 +305,26 @@ class TestBadFiles:
         rewrite(folder, sha256=hashes | {MODEL: sha256_of(folder / MODEL)})
         self.check(folder, "missing_keys classifier.1.bias")
 
+    @pytest.mark.parametrize(
+        ("file", "tensor"),
+        [
+            (MODEL, "classifier.1.bias"),
+            (MODEL, "resnet.embedder.embedder.normalization.running_mean"),
+            (TENSORS, "batch_norm.0.resnet.embedder.embedder.normalization.variance"),
+            (TENSORS, "prior.mean.resnet.embedder.embedder.convolution.weight"),
+            (TENSORS, "rho"),
+        ],
+    )
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_a_tensor_that_is_not_finite(self, folder, file, tensor, value):
+        tensors = load_file(folder / file)
+        tensors[tensor].view(-1)[0] = value
+        save_file(tensors, folder / file, {"format": "pt"})
+        hashes = json.loads((folder / CONFIG).read_text())["sha256"]
+        rewrite(folder, sha256=hashes | {file: sha256_of(folder / file)})
+        with pytest.raises(InvalidFilesError, match=f"'{tensor}' is not finite"):
+            GaussianPosterior.from_pretrained(folder)
+
     def test_nan_is_no_json(self, folder):
         rewrite(folder, colour=float("nan"))
         self.check(folder, "it is no JSON")
