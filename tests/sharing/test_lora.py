@@ -307,7 +307,7 @@ class TestBadFiles:
         tensors = load_file(folder / TENSORS)
         save_file(tensors | {name: torch.ones(2)}, folder / TENSORS)
         make_hashes_fit(folder)
-        self.check(folder, "do not fit each other")
+        self.check(folder, f"{TENSORS}: nothing asks for its tensor '{name}'")
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -337,7 +337,7 @@ class TestBadFiles:
             ({"sha256": ""}, "base: must have a config and a sha256, got sha256"),
             ({"config": {}, "sha256": 3}, "base: must have a config and a sha256"),
             ("x", "Field 'base'"),
-            (None, "do not fit each other"),
+            (None, f"{ADAPTER_CONFIG}: transformers would load adapters and another model by it"),
         ],
     )
     def test_a_base_that_is_none(self, folder, value, match):
