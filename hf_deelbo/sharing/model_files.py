@@ -4,7 +4,9 @@ A few bytes of a `config.json` can ask for a model that fills the memory. So not
 the weights beside it, and no file is followed out of the folder, unpickled, or used without a hash.
 """
 
+import json
 import os
+import re
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -68,6 +70,8 @@ _MOST_OF = dict.fromkeys(("num_labels", "num_classes"), _MOST_CLASSES) | dict.fr
 _LEAST_OF = dict.fromkeys(("crop_pct", "test_crop_pct"), _SMALLEST_CROP)
 # settings by which a configuration makes transformers or timm read files that it chose
 _NAMES_OF_OTHER_FILES = ("transformers_weights", "checkpoint_path")
+# where a name such as "user/kernel" makes transformers load code from the Hub, and "hf-hub:..." timm a configuration
+_NAMES_OF_CODE = ("architecture", "implementation")
 # what a number in a configuration may be, however small the weights are: some are no sizes
 _ALWAYS_ALLOWED, _ALWAYS_ALLOWED_OF_ADAPTERS = 2**20, 2**12
 # a model may have more tensors than its files: some are tied, or cut into parts; buffers are made anew
@@ -119,7 +123,7 @@ def _check_numbers(content: Mapping[str, Any], where: str | os.PathLike, most: i
     to_do: list[tuple[str, Any]] = list(content.items())
     while to_do:
         name, value = to_do.pop()
-        is_elsewhere = name == "architecture" and ":" in str(value)  # timm's "hf-hub:" and "local-dir:"
+        is_elsewhere = any(part in name for part in _NAMES_OF_CODE) and re.search("[:/]", json.dumps(value))
         if is_elsewhere or (name in _NAMES_OF_OTHER_FILES and value is not None):
             refuse(name, value, "and no files are read but those that were saved")
         if isinstance(value, dict):

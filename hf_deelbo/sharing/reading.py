@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ..weights.blocks import Tensors
@@ -250,6 +251,8 @@ def header_of(path: str | os.PathLike) -> dict[str, SavedTensor]:
         most = sum(tensor.size for tensor in tensors.values())
         if most > 2 * (size - 8 - length):  # two numbers of four bits fit into a byte
             raise ValueError(f"its header tells of {most:,} numbers, which it is too small for")
+        with safe_open(path, framework="pt"):  # checks where each tensor lies, now that the header is bounded
+            pass
     return tensors
 
 
