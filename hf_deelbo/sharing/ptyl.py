@@ -1,6 +1,8 @@
 """Priors in the files that "Pre-Train Your Loss" (PTYL, Shwartz-Ziv et al. 2022) released."""
 
 import os
+import pickletools
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,13 +16,17 @@ from transformers.utils import logging
 from ..priors import MOST_DEVIATIONS
 from ..weights.parameters import head_parameter_names
 from .priors import LowRankPrior
-from .reading import MOST_BYTES, NOT_NEGATIVE, InvalidFilesError, TensorRule, blaming, check_regular, one_line
+from .reading import NOT_NEGATIVE, InvalidFilesError, TensorRule, blaming, check_regular, one_line
 
 logger = logging.get_logger(__name__)
 
 FILES = ("model", "mean", "variance", "covmat")
 _PLAIN = "Use a file of plain tensors, as `torch.save` writes it since torch 1.6."
 _LONGEST_NAME = 1000  # all of its prefixes are tried
+_MOST_PICKLED_BYTES = 2**20  # without the numbers, which lie beside it: some thousand tensors
+_IS_OF_TENSORS = re.compile(
+    r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)", flags=re.ASCII
+)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHAT_TO_DO = "Use a model of the architecture that the prior is for, and check `head_names`."
 
@@ -96,16 +102,19 @@ def _paths(folder: Path, name: str | None) -> dict[str, Path]:
 def _read(path: Path, kind: type) -> Any:
     """The tensors in a file of `torch.save`, which is refused if it holds anything else or grows in being read."""
     size = check_regular(path)
-    with blaming(path, "it is broken", _PLAIN):
-        with zipfile.ZipFile(path) as records:
-            parts = records.infolist()
+    with blaming(path, "it is broken", _PLAIN), zipfile.ZipFile(path) as records:
+        parts = records.infolist()
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
             raise ValueError("its parts are compressed")
         if sum(part.file_size for part in parts) > size:
             raise ValueError("its parts lie in each other")
-        if sum(part.file_size for part in parts if part.filename.endswith(".pkl")) > MOST_BYTES:
+        pickled = [part for part in parts if part.filename.endswith(".pkl")]
+        if sum(part.file_size for part in pickled) > _MOST_PICKLED_BYTES:
             raise ValueError("its description is too large")
+        called = {str(name) for part in pickled for name in _called_by(records.read(part))}
     with blaming(path, "it holds more than tensors, and was not loaded, as that could run code from the file", _PLAIN):
+        if unknown := sorted(name for name in called if not _IS_OF_TENSORS.fullmatch(name)):
+            raise ValueError(unknown[0])
         value = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(value, kind):
         raise ValueError(f"{path.name}: expected a {kind.__name__}, found a {type(value).__name__}.")
@@ -113,6 +122,13 @@ def _read(path: Path, kind: type) -> Any:
         if not (isinstance(name, str) and len(name) <= _LONGEST_NAME and isinstance(tensor, torch.Tensor)):
             raise InvalidFilesError.at(path, f"{one_line(str(name))!r} is no tensor, or no name of one", _PLAIN)
     return value
+
+
+def _called_by(pickled: bytes) -> Iterator[str]:
+    """What a pickle calls by name; torch allows more than tensors need, such as `bytearray(10**11)`."""
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name in ("GLOBAL", "INST", "STACK_GLOBAL") or operation.name.startswith("EXT"):
+            yield argument or operation.name
 
 
 def _check_numbers(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
