@@ -35,6 +35,7 @@ from .reading import (
     InvalidFilesError,
     SavedTensor,
     TensorRule,
+    check_header,
     check_regular,
     header_of,
     one_line,
@@ -54,6 +55,7 @@ _DESCRIPTIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    ADAPTER_CONFIG_FILE,
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model", "*.jinja", "*.tiktoken")
 _LARGEST_VOCABULARY = 64 * 2**20
@@ -72,6 +74,8 @@ _LEAST_OF = dict.fromkeys(("crop_pct", "test_crop_pct"), _SMALLEST_CROP)
 _NAMES_OF_OTHER_FILES = ("transformers_weights", "checkpoint_path")
 # where a name such as "user/kernel" makes transformers load code from the Hub, and "hf-hub:..." timm a configuration
 _NAMES_OF_CODE = ("architecture", "implementation")
+# peft matches names with patterns: a repeated group, or many repetitions, can take longer than anyone waits
+_SLOW_PATTERN = re.compile(r"\)[*+{]|([*+{][^*+{]*){5}")
 # what a number in a configuration may be, however small the weights are: some are no sizes
 _ALWAYS_ALLOWED, _ALWAYS_ALLOWED_OF_ADAPTERS = 2**20, 2**12
 # a model may have more tensors than its files: some are tied, or cut into parts; buffers are made anew
@@ -107,13 +111,6 @@ def check_config(config: Mapping[str, Any], header: Mapping[str, SavedTensor], w
 allow at most 1,048,576. Download or save it again.
     """
     _check_numbers(config, where, most=max(_ALWAYS_ALLOWED, sum(tensor.size for tensor in header.values())))
-
-
-def check_adapter_config(folder: str | os.PathLike, header: Mapping[str, SavedTensor]) -> None:
-    """Likewise for the description of adapters, whose rank is a side of a tensor."""
-    path = Path(folder) / ADAPTER_CONFIG_FILE
-    longest = max((length for tensor in header.values() for length in tensor.shape), default=0)
-    _check_numbers(read_json(path), path, most=max(_ALWAYS_ALLOWED_OF_ADAPTERS, longest))
 
 
 def _check_numbers(content: Mapping[str, Any], where: str | os.PathLike, most: int) -> None:
@@ -157,10 +154,45 @@ def weights_header(folder: str | os.PathLike, hashed: Collection[str]) -> dict[s
     else:
         what = f"it has no {SAFE_WEIGHTS_NAME}, and no other weights are read, pickles least of all"
         raise InvalidFilesError.at(folder, what, "Save the model by `save_pretrained`.")
+    _check_hashed(folder, names, hashed)
+    return _joined([folder / name for name in names])
+
+
+def adapters_header(folder: str | os.PathLike, hashed: Collection[str]) -> dict[str, SavedTensor]:
+    """What the file of adapters in `folder` holds, whose description asks for no more; both must be `hashed`."""
+    folder = Path(folder)
+    check_readable(folder)
+    _check_hashed(folder, [ADAPTER_CONFIG_FILE, ADAPTER_FILE], hashed)
+    header, path = header_of(folder / ADAPTER_FILE), folder / ADAPTER_CONFIG_FILE
+    check_header(header, {name: TensorRule() for name in header}, folder / ADAPTER_FILE)
+    # their rank is a side of a tensor
+    longest = max((length for tensor in header.values() for length in tensor.shape), default=0)
+    described = read_json(path)
+    _check_numbers(described, path, most=max(_ALWAYS_ALLOWED_OF_ADAPTERS, longest))
+    for text in _texts_in(described):
+        if _SLOW_PATTERN.search(text):
+            what = f"{one_line(text)!r} as a pattern of names could take for ever"
+            raise InvalidFilesError.at(path, what, "Name the modules in a list.")
+    return header
+
+
+def _texts_in(content: Any) -> Iterator[str]:
+    """All of a JSON's keys and values that are texts."""
+    to_do = [content]
+    while to_do:
+        value = to_do.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            to_do += [*value, *value.values()]
+        elif isinstance(value, list):
+            to_do += value
+
+
+def _check_hashed(folder: Path, names: list[str], hashed: Collection[str]) -> None:
     for name in names:
         if name not in hashed:
             raise InvalidFilesError.at(folder / name, "it has no hash, so that nobody knows what was saved")
-    return _joined([folder / name for name in names])
 
 
 def header_of_base(name_or_path: str, **hub_options: Any) -> dict[str, SavedTensor]:

@@ -22,9 +22,7 @@ from ..weights.parameters import base_of, has_adapters, parameters_by_name
 from ..weights.shards import class_of, is_sharded
 from .hub import public_name
 from .model_files import (
-    ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
-    check_adapter_config,
     check_config,
     check_readable,
     check_weights,
@@ -33,7 +31,7 @@ from .model_files import (
     read_config,
     weights_header,
 )
-from .reading import InvalidFilesError, TensorRule, blaming, check_header, header_of
+from .reading import SavedTensor, blaming
 
 # what a saved classifier is loaded with, and what the Hub calls its task
 TASK_OF = {
@@ -195,23 +193,15 @@ def load_base(name_or_path: str, auto_class: str, config: Mapping[str, Any], **k
     return model
 
 
-def load_adapters(base: PreTrainedModel, folder: str | os.PathLike, hashed: Collection[str]) -> nn.Module:
+def load_adapters(base: PreTrainedModel, folder: str | os.PathLike, header: Mapping[str, SavedTensor]) -> nn.Module:
     """The base model with the trainable adapters that peft's `save_pretrained` wrote into `folder`, all of them.
 
     Args:
         base: the model that they belong to.
         folder: a local folder.
-        hashed: the files whose hash is known; those of the adapters must be among them.
+        header: what `model_files.adapters_header` found there.
     """
-    peft, path = import_peft(), os.path.join(folder, ADAPTER_FILE)
-    for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
-        if name not in hashed:
-            raise InvalidFilesError.at(
-                os.path.join(folder, name), "it has no hash, so that nobody knows what was saved"
-            )
-    header = header_of(path)
-    check_header(header, {name: TensorRule() for name in header}, path)
-    check_adapter_config(folder, header)
+    peft = import_peft()
     with no_larger_than(header, folder):
         model = peft.PeftModel.from_pretrained(base, os.fspath(folder), is_trainable=True, torch_device="cpu")
     stated = model.peft_config[ADAPTER]

@@ -45,6 +45,7 @@ from .hub import (
     public_name,
     save_tensors,
 )
+from .model_files import adapters_header
 from .models import (
     auto_class_of,
     frozen_weights,
@@ -233,12 +234,13 @@ def read_posterior(
     config.check_files(folder)
     path = Path(folder) / config.TENSORS_FILE
     header = header_of(path)
+    of_adapters = {} if config.base is None else adapters_header(folder, config.sha256)
     base = None if config.base is None else _load_base(folder, config, base_model, hub_options or {})
     with blaming(folder, _MISFIT):
         if base is None:
             model = load_mean(folder, config.auto_class, config.sha256, trust_remote_code)
         else:
-            model = load_adapters(base, folder, config.sha256)
+            model = load_adapters(base, folder, of_adapters)
         parameters = dict(model.named_parameters())
         for name in config.frozen_names:
             if name not in parameters:
