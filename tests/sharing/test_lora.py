@@ -390,10 +390,10 @@ class TestHostileFiles:
     """The hashes agree, as whoever changes a file computes them too."""
 
     def check(self, folder, *in_message: str) -> None:
-        start = time.monotonic()
+        start = time.process_time()
         with pytest.raises(InvalidFilesError) as caught:
             GaussianPosterior.from_pretrained(folder)
-        assert time.monotonic() - start < 5
+        assert time.process_time() - start < 5
         for part in (str(folder), *in_message):
             assert part in str(caught.value)
 
