@@ -4,7 +4,6 @@ A few bytes of a `config.json` can ask for a model that fills the memory. So not
 the weights beside it, and no file is followed out of the folder, unpickled, or used without a hash.
 """
 
-import json
 import os
 import re
 import threading
@@ -31,6 +30,7 @@ from .reading import (
     FLOATS,
     MOST_BYTES,
     NOT_NEGATIVE,
+    LONGEST_LINE,
     WHOLE_NUMBERS,
     InvalidFilesError,
     SavedTensor,
@@ -57,7 +57,10 @@ _DESCRIPTIONS = (
     "added_tokens.json",
     ADAPTER_CONFIG_FILE,
 )
-_VOCABULARIES = ("tokenizer.json", "vocab.*", "merges.txt", "*.model", "*.jinja", "*.tiktoken")
+_VOCABULARIES = (
+    *("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+    *("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model"),
+)
 _LARGEST_VOCABULARY = 64 * 2**20
 
 # numbers that take memory before there is a model: dictionaries of classes, and pictures
@@ -84,13 +87,12 @@ _SPARE_FACTOR, _SPARE_TENSORS, _SPARE_NUMBERS = 4, 1000, 2**24
 
 def check_readable(folder: str | os.PathLike) -> None:
     """Refuse a folder in which transformers would meet a file that blocks, or is larger than such a file can be."""
-    patterns = dict.fromkeys(_DESCRIPTIONS, MOST_BYTES) | dict.fromkeys(_VOCABULARIES, _LARGEST_VOCABULARY)
-    for pattern, most_bytes in patterns.items():
-        for path in Path(folder).glob(pattern):
-            check_regular(path, most_bytes)
-    for name in (PROCESSOR_FILE, "processor_config.json"):
-        if (Path(folder) / name).exists():
-            _check_numbers(read_json(Path(folder) / name), Path(folder) / name, most=2**31)
+    largest = dict.fromkeys(_DESCRIPTIONS, MOST_BYTES) | dict.fromkeys(_VOCABULARIES, _LARGEST_VOCABULARY)
+    there = {name: Path(folder) / name for name in largest if (Path(folder) / name).exists()}
+    for name, path in there.items():
+        check_regular(path, largest[name])
+    for name in {PROCESSOR_FILE, "processor_config.json"} & there.keys():
+        _check_numbers(read_json(there[name]), there[name], most=2**31)
 
 
 def read_config(folder: str | os.PathLike, header: Mapping[str, SavedTensor]) -> dict[str, Any]:
@@ -117,25 +119,27 @@ def _check_numbers(content: Mapping[str, Any], where: str | os.PathLike, most: i
     def refuse(name: str, value: Any, what: str) -> None:
         raise InvalidFilesError.at(where, f"{one_line(name)} is {one_line(str(value))}, {what}")
 
-    to_do: list[tuple[str, Any]] = list(content.items())
+    to_do = [("", name, value, False) for name, value in content.items()]
     while to_do:
-        name, value = to_do.pop()
-        is_elsewhere = any(part in name for part in _NAMES_OF_CODE) and re.search("[:/]", json.dumps(value))
+        above, name, value, is_of_code = to_do.pop()
+        path = above + name[:LONGEST_LINE]
+        is_of_code = is_of_code or any(part in name for part in _NAMES_OF_CODE)
+        is_elsewhere = is_of_code and isinstance(value, str) and re.search("[:/]", value)
         if is_elsewhere or (name in _NAMES_OF_OTHER_FILES and value is not None):
-            refuse(name, value, "and no files are read but those that were saved")
+            refuse(path, value, "and no files are read but those that were saved")
         if isinstance(value, dict):
-            to_do += value.items()
+            to_do += [(f"{path[-LONGEST_LINE:]}.", inner, part, is_of_code) for inner, part in value.items()]
         elif isinstance(value, list):
-            to_do += [(name, part) for part in value]
+            to_do += [(above, name, part, is_of_code) for part in value]
             total = sum(abs(part) for part in value if type(part) is int)
             if total > most:
-                refuse(name, f"{total} in all", f"where these weights allow at most {most:,}")
+                refuse(path, f"{total} in all", f"where these weights allow at most {most:,}")
         elif type(value) in (int, float):
-            is_count = type(value) is int or name in _MOST_OF
-            if is_count and abs(value) > min(most, _MOST_OF.get(name, most)):
-                refuse(name, value, f"where these weights allow at most {min(most, _MOST_OF.get(name, most)):,}")
+            is_count, most_of_it = type(value) is int or name in _MOST_OF, min(most, _MOST_OF.get(name, most))
+            if is_count and abs(value) > most_of_it:
+                refuse(path, value, f"where these weights allow at most {most_of_it:,}")
             if value < _LEAST_OF.get(name, value):
-                refuse(name, value, f"where it must be at least {_LEAST_OF[name]}")
+                refuse(path, value, f"where it must be at least {_LEAST_OF[name]}")
 
 
 # ---- Weights -------------------------------------------------------------------------------------------------------

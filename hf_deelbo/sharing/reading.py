@@ -2,12 +2,12 @@
 
 Whoever changes a file can make its hash fit. So a hash only tells damage; the rules here tell what may be in a file:
 
-| what            | rule                                                                                          |
-|-----------------|-----------------------------------------------------------------------------------------------|
-| any file        | a regular one, in the folder itself, not larger than such a file can be                       |
-| JSON            | at most `MOST_BYTES` and `MOST_VALUES`, so that reading it takes less than a second           |
-| tensors         | names, shapes and types as in a `TensorRule`, read from the header; then finite, with its sign |
-| whatever is raised | becomes an error that names the file; a lack of memory stays one                           |
+| what               | rule                                                                                           |
+|--------------------|------------------------------------------------------------------------------------------------|
+| any file           | a regular one, not larger than such a file can be                                              |
+| JSON               | at most `MOST_BYTES` and `MOST_VALUES`, so that reading it takes less than a second            |
+| tensors            | names, shapes and types as in a `TensorRule`, read from the header; then finite, with its sign |
+| whatever is raised | becomes an error that names the file; a lack of memory stays one                               |
 """
 
 import errno
@@ -29,12 +29,14 @@ from ..weights.blocks import Tensors
 
 # a description of 10,000 groups has 2 MB, labels of 20,000 classes 3 MB
 MOST_BYTES, MOST_VALUES = 8 * 2**20, 500_000
+# a header of 100,000 tensors, such as the batch-norm statistics of 300 samples of a large network
+_LARGEST_HEADER, _MOST_VALUES_OF_HEADER = 2 * MOST_BYTES, 2 * MOST_VALUES
 LONGEST_LINE, LONGEST_REASON = 200, 600
 # regular files by name, which block or never end
 _SYSTEM_FOLDERS = (Path("/proc"), Path("/sys"))
 # as a safetensors header spells them
-FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-WHOLE_NUMBERS = {"U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "BOOL": 1}
+FLOATS = ("F16", "BF16", "F32", "F64")
+WHOLE_NUMBERS = ("U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL")
 
 
 class InvalidFilesError(ValueError):
@@ -150,9 +152,14 @@ def read_json(path: str | os.PathLike, strictly: bool = False) -> dict[str, Any]
     check_regular(path, MOST_BYTES)
     with blaming(path):
         content = Path(path).read_bytes()
-    if len(content) > MOST_BYTES or sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
+    if _num_values(content) > MOST_VALUES:
         raise InvalidFilesError.at(path, "it has more values than such a file can have")
     return _parsed(content, path, strictly)
+
+
+def _num_values(content: bytes) -> int:
+    """About how many values a JSON has, before they take memory; nothing of it is parsed."""
+    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 def _parsed(content: bytes, path: str | os.PathLike, strictly: bool) -> dict[str, Any]:
@@ -203,7 +210,7 @@ class TensorRule(NamedTuple):
     """
 
     shape: tuple[int, ...] | None = None
-    dtypes: Mapping[str, int] | tuple[str, ...] = FLOATS
+    dtypes: tuple[str, ...] = FLOATS
     least: float = -math.inf
     is_above: bool = False
     may_be_nan: bool = False
@@ -240,10 +247,10 @@ def header_of(path: str | os.PathLike) -> dict[str, SavedTensor]:
     with blaming(path), open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(MOST_BYTES, size - 8):
+        if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
             raise ValueError(f"its header cannot have {length:,} bytes")
         content = file.read(length)
-        if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        if _num_values(content) > _MOST_VALUES_OF_HEADER:
             raise ValueError("it has more tensors than such a file can have")
         parsed = _parsed(content, path, strictly=True)
         parsed.pop("__metadata__", None)
