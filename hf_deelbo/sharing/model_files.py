@@ -28,9 +28,9 @@ from transformers.utils import (
 from ..weights.batch_norm import batch_norm_layers
 from .reading import (
     FLOATS,
+    LONGEST_LINE,
     MOST_BYTES,
     NOT_NEGATIVE,
-    LONGEST_LINE,
     WHOLE_NUMBERS,
     InvalidFilesError,
     SavedTensor,
