@@ -83,7 +83,7 @@ def predict(arguments: argparse.Namespace) -> Iterator[str]:
     yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
     for item, prepared in tqdm(inputs, disable=len(inputs) < 2 or not sys.stderr.isatty(), leave=False):
         with blaming(
-            folder, f"its model takes no input as its files prepare it; {item!r} was not predicted", "Repair them."
+            folder, f"{one_line(item)!r} cannot be predicted", "Check how it is prepared, and --num_samples."
         ):
             samples = posterior.sample_proba(prepared, num_samples)[:, 0] if num_samples else None
             probabilities = posterior.predict_proba(prepared)[0] if samples is None else samples.mean(0)

@@ -362,7 +362,7 @@ def _rules_of_prior(backbone: Tensors, kind: str, header: Mapping[str, SavedTens
     if rank and rank[0] > MOST_DEVIATIONS:
         raise ValueError(f"prior: its rank is {rank[0]:,}, and at most {MOST_DEVIATIONS:,} is supported")
     return {
-        f"prior.{part}.{name}": TensorRule(((*rank, *w.shape)) if part == "deviations" else tuple(w.shape))
+        f"prior.{part}.{name}": TensorRule((*rank, *w.shape) if part == "deviations" else tuple(w.shape))
         for part in _KINDS_OF_PRIOR[kind]
         for name, w in backbone.items()
     }
@@ -380,7 +380,7 @@ def _rules_of_statistics(
     if len(of_samples) != 2 * len(saved) * len(layers):  # before as many rules are made as someone states
         raise ValueError(f"there are {len(of_samples)} batch-norm statistics, of {len(saved)} samples")
     return {
-        f"batch_norm.{seed}.{layer}.{part}": TensorRule(tuple(module.running_mean.shape), _WIDE, **sign)
+        f"batch_norm.{seed}.{layer}.{part}": TensorRule(tuple(module.running_mean.shape), **sign)
         for seed in saved
         for layer, module in layers.items()
         for part, sign in (("mean", {}), ("variance", NOT_NEGATIVE))
