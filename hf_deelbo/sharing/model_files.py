@@ -259,8 +259,8 @@ def no_larger_than(header: Mapping[str, SavedTensor], where: str | os.PathLike) 
         >>> with no_larger_than({"weight": SavedTensor("F32", (3, 4))}, "folder"), torch.device("meta"):
         ...     nn.Linear(10**6, 10**6)
         Traceback (most recent call last):
-        hf_deelbo.sharing.reading.InvalidFilesError: folder: config.json describes a model of \
-1,000,000,000,000 numbers or more, where the files hold 12. Download or save it again.
+        hf_deelbo.sharing.reading.InvalidFilesError: folder: its configuration asks for a model of \
+1,000,000,000,000 numbers or more, where the weights hold 12. Download or save it again.
     """
     thread, tensors, numbers = threading.get_ident(), 0, 0
     held = sum(tensor.size for tensor in header.values())
@@ -276,7 +276,7 @@ def no_larger_than(header: Mapping[str, SavedTensor], where: str | os.PathLike) 
             built, there = f"{tensors:,} tensors", f"{len(header):,}"
         else:
             return
-        what = f"{CONFIG_NAME} describes a model of {built} or more, where the files hold {there}"
+        what = f"its configuration asks for a model of {built} or more, where the weights hold {there}"
         raise InvalidFilesError.at(where, what)
 
     with ExitStack() as hooks:

@@ -45,7 +45,7 @@ from .hub import (
     public_name,
     save_tensors,
 )
-from .model_files import adapters_header
+from .model_files import adapters_header, check_config, header_of_base, no_larger_than
 from .models import (
     auto_class_of,
     frozen_weights,
@@ -271,8 +271,11 @@ def _load_base(
         with blaming(folder, _MISFIT, leaving=(OSError,)):
             stated = peft.PeftConfig.from_pretrained(os.fspath(folder)).base_model_name_or_path
             name = os.fspath(name or stated)
-            revision = config.base_model_revision if name == config.base_model else None
-            return load_base(name, config.auto_class, config.base["config"], revision=revision, **hub_options)
+            options = {"revision": config.base_model_revision if name == config.base_model else None, **hub_options}
+            header = header_of_base(name, **options)
+            check_config(config.base["config"], header, Path(folder) / config.CONFIG_FILE)
+            with no_larger_than(header, folder):
+                return load_base(name, config.auto_class, config.base["config"], **options)
     except OSError as error:
         raise OSError(
             f"{os.fspath(folder)}: these are adapters, and their base model {name!r} cannot be loaded "
