@@ -928,7 +928,8 @@ def test_names_of_ten_thousand_classes_and_groups_stay_in_their_place():
     rows = [row | {"name": names[index]} for index, row in enumerate(group_rows(10_000))]
     many = render_card(replace(DIGITS, groups=rows))
     assert many.text.count("<details>") == many.text.count("</details>") == 1
-    assert len(re.findall(r"^\| .* \| [\d,]+ \| [\d.e-]+ \| [\d.e-]+ \|$", many.text, flags=re.MULTILINE)) == 10_000
+    row = r"^\| .* \| [\d,]+ \| [\d.e+-]+ \| [\d.e+-]+ \|$"
+    assert len(re.findall(row, many.text, flags=re.MULTILINE)) == len(rows)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
