@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,24 +14,21 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from .groups import table_lines
-from .sharing.cards import (
-    SIGMA_UPDATES_IN_WORDS,
-    has_several_sigmas,
-    name_repository,
-    one_line,
-)
+from .sharing.cards import SIGMA_UPDATES_IN_WORDS, has_several_sigmas, name_repository
 from .sharing.hub import (
     NotSavedError,
     SavedConfig,
     fetch,
     push_folder,
 )
+from .sharing.model_files import PROCESSOR_FILE
 from .sharing.models import AUTO_CLASSES, TASK_OF, auto_class_of
 from .sharing.posterior_files import PosteriorConfig
 from .sharing.posteriors import GaussianPosterior
 from .sharing.prior_files import PriorConfig
 from .sharing.priors import LowRankPrior
 from .sharing.ptyl import load_architecture, load_ptyl
+from .sharing.reading import LONGEST_REASON, blaming, one_line
 from .temperature import tempered
 from .weights.batch_norm import batch_norm_layers
 
@@ -45,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for line in arguments.run(arguments):
             print(line)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"hf-deelbo {arguments.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        print(f"hf-deelbo {arguments.command}: {one_line(str(error), 2 * LONGEST_REASON)}", file=sys.stderr)
         return 1
     return 0
 
@@ -76,23 +74,30 @@ def info(arguments: argparse.Namespace) -> Iterator[str]:
 def predict(arguments: argparse.Namespace) -> Iterator[str]:
     """Class probabilities of images (or texts), averaged over weight samples, with their spread."""
     folder, _ = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
-    posterior = GaussianPosterior.from_pretrained(folder, token=arguments.token, cache_dir=arguments.cache_dir)
-    prepare = _preparation(folder, TASK_OF[auto_class_of(posterior.model)])
+    trust = {"trust_remote_code": arguments.trust_remote_code}
+    posterior = GaussianPosterior.from_pretrained(
+        folder, token=arguments.token, cache_dir=arguments.cache_dir, **trust
+    )
+    prepare = _preparation(folder, TASK_OF[auto_class_of(posterior.model)], **trust)
     num_samples = _num_samples(posterior, arguments.num_samples)
     inputs = [(item, prepare(item)) for item in arguments.inputs]  # a bad one is told before the first answer
     yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
     for item, prepared in tqdm(inputs, disable=len(inputs) < 2 or not sys.stderr.isatty(), leave=False):
-        samples = posterior.sample_proba(prepared, num_samples)[:, 0] if num_samples else None
-        if samples is None:
-            probabilities = posterior.predict_proba(prepared)[0]
-        else:
-            probabilities = tempered(samples.mean(0), posterior.temperatures.average)
+        with blaming(
+            folder, f"{one_line(item)!r} cannot be predicted", "Check how it is prepared, and --num_samples."
+        ):
+            if num_samples:
+                samples = posterior.sample_proba(prepared, num_samples)[:, 0]
+                probabilities = tempered(samples.mean(0), posterior.temperatures.average)
+            else:
+                probabilities = posterior.predict_proba(prepared)[0]
         spread = samples.std(0) if num_samples > 1 else None
         yield item
         for index in probabilities.topk(min(arguments.top_k, len(probabilities))).indices.tolist():
             share = f"{probabilities[index]:>11.4f}"
             spread_of_it = "" if spread is None else f"  {spread[index]:>9.4f}"
-            yield f"{share}{spread_of_it}  {posterior.model.config.id2label[index]}"
+            label = posterior.model.config.id2label.get(index, index)
+            yield f"{share}{spread_of_it}  {one_line(str(label))}"
     how = f"averaged over {num_samples} weight samples" if num_samples else "at the posterior mean"
     yield f"({how})"
 
@@ -186,24 +191,36 @@ def _saved_config(name_or_path: str, **options: Any) -> SavedConfig:
         raise
 
 
-def _preparation(folder: os.PathLike, task: str) -> Any:
+def _preparation(folder: Path, task: str, trust_remote_code: bool) -> Any:
+    """What makes an input of the model from an image's path, or from a text; it never asks whether to run code."""
     from transformers import AutoImageProcessor, AutoTokenizer  # they load timm and torchvision
 
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     if task == "text-classification":
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return lambda text: tokenizer(text, truncation=True, return_tensors="pt")
-    if not os.path.isfile(os.path.join(folder, "preprocessor_config.json")):
-        raise ValueError(f"{folder}: there is no preprocessor_config.json, so it is not known how to prepare images.")
-    processor = AutoImageProcessor.from_pretrained(folder)
+        with blaming(folder, "its tokenizer cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
 
-    def prepare(path: str) -> dict[str, torch.Tensor]:
+        def prepare_text(text: str) -> Mapping[str, torch.Tensor]:
+            with blaming(folder, f"its tokenizer does not take {one_line(text)!r}"):
+                return tokenizer(text, truncation=True, return_tensors="pt")
+
+        return prepare_text
+    path = folder / PROCESSOR_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder}: there is no {PROCESSOR_FILE}, so it is not known how to prepare images.")
+    with blaming(path):
+        processor = AutoImageProcessor.from_pretrained(folder, **options)
+
+    def prepare(name: str) -> Mapping[str, torch.Tensor]:
         try:
-            with Image.open(path) as image:
-                return processor(image.convert("RGB"), return_tensors="pt")
+            with Image.open(name) as image:
+                pixels = image.convert("RGB")
         except FileNotFoundError as error:
-            raise ValueError(f"There is no image {path!r}.") from error
+            raise ValueError(f"There is no image {name!r}.") from error
         except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(f"{path!r} cannot be read as an image ({error}).") from error
+            raise ValueError(f"{name!r} cannot be read as an image ({error}).") from error
+        with blaming(path, f"the image processor that it describes does not take {name!r}"):
+            return processor(pixels, return_tensors="pt")
 
     return prepare
 
@@ -246,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command(predict, repo, ("inputs", "image files, or texts"), nargs="+")
     added.add_argument("--cache_dir", **cache)
     added.add_argument("--num_samples", type=int, help="weight samples to average; 0 is the posterior mean")
+    added.add_argument("--trust_remote_code", action="store_true", help="let the repository's own code run")
     added.add_argument("--top_k", type=int, default=5, help="how many classes to show")
     added = command(push, ("folder", "a saved posterior or prior"), ("repo", "user/name on the Hub"))
     added.add_argument("--private", action="store_true", help="make a new repository private")

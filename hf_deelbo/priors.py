@@ -43,6 +43,8 @@ PRIORS = {
     "ptyl": PriorKind("PTYL", "PTYL: around the pretrained weights, with a covariance from the source task", True),
     "posterior": PriorKind("posterior", "the posterior of an earlier task", True),
 }
+# what is found of Q once takes matrices of K x K
+MOST_DEVIATIONS = 1000
 SAVED_PRIORS = tuple(name for name, kind in PRIORS.items() if kind.is_saved)
 
 # Sigma_p^-1 (w - mu_p) of each piece of a block
@@ -459,6 +461,10 @@ def _check_low_rank(mean: Tensors, diagonal: Tensors, deviations: Tensors, eps: 
             f"deviations: every tensor needs the same first dimension K >= 2, got {sorted(ranks)}. "
             "Sigma_p divides by 2K - 2."
         )
+    if min(ranks) > MOST_DEVIATIONS:
+        raise ValueError(f"deviations: K must be at most {MOST_DEVIATIONS:,}, got {min(ranks):,}. Take fewer of them.")
+    if not math.isfinite(eps):
+        raise ValueError(f"eps: must be a finite number, got {eps}.")
     for name, tensor in mean.items():
         if diagonal[name].shape != tensor.shape or deviations[name].shape[1:] != tensor.shape:
             raise ValueError(

@@ -26,6 +26,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..priors import PRIORS
 from .files import write_whole
 from .models import TASK_OF
+from .reading import one_line
 
 # short names of datasets on the Hub
 HUB_DATASETS = {"cifar10": "uoft-cs/cifar10", "oxford-iiit-pet": "timm/oxford-iiit-pet"}
@@ -33,7 +34,6 @@ CARD_FILE = "README.md"
 TAGS = ("hf_deelbo", "deelbo", "bayesian", "variational-inference", "transfer-learning")
 UNKNOWN_REPOSITORY = "path/to/this/folder"
 UNKNOWN_BASE_MODEL = "path/to/the/base/model"
-LONGEST_NAME = 200
 MOST_GROUPS = 12  # that are shown without a click
 
 
@@ -612,18 +612,6 @@ def _plain(text: str | None) -> str | None:
     elif os.path.exists(text):
         text = _last_folder(text)
     return one_line(text) or None
-
-
-def one_line(text: str) -> str:
-    """A text of someone else as one line that can be shown: printable, and not longer than `LONGEST_NAME`.
-
-    Example:
-        >>> one_line("a\\n\\x1b[31mb")
-        'a [31mb'
-    """
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    line = " ".join(printable.split())
-    return line if len(line) <= LONGEST_NAME else f"{line[: LONGEST_NAME - 1]}…"
 
 
 def _escaped(value: Any) -> Any:

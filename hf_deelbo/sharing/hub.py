@@ -1,6 +1,5 @@
 """Saved tensors and the JSON that describes them, in a folder or on the Hub: hashed, checked when read, no pickle."""
 
-import json
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -27,8 +26,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     StrictDataclassError,
 )
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers.utils import logging
 
 from ..weights.blocks import Tensors, check_finite
@@ -38,12 +36,12 @@ from .files import (
     sha256_of,
     write_json,
 )
+from .model_files import ADAPTER_CONFIG_FILE
+from .reading import InvalidFilesError, blaming, check_regular, one_line, read_json
 
 logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 2
-# peft's description of adapters, which tells where their base model is
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 LIBRARIES = ("hf-deelbo", "transformers", "torch", "datasets", "safetensors", "huggingface-hub")
 # what a run leaves beside a posterior: pickles, logs, checkpoints
 UNPUBLISHED = (*WORKING_FOLDERS, ".*", "_*", "checkpoint-*", "runs", "*.bin", "*.pt", "*.pth", "*.pkl")
@@ -55,10 +53,6 @@ SUBFOLDERS = "*/*"
 def library_versions(*others: str) -> dict[str, str]:
     """What is installed of `LIBRARIES`, and of others."""
     return {name: version(name) for name in (*LIBRARIES, *others)}
-
-
-class InvalidFilesError(ValueError):
-    """Saved files that are missing, damaged, changed, or not what they are taken for."""
 
 
 class NotSavedError(InvalidFilesError):
@@ -92,15 +86,9 @@ class SavedConfig:
     def load(cls, folder: str | os.PathLike) -> Self:
         """Read it from `folder`; `InvalidFilesError` says what is wrong with it, unknown keys are warned of."""
         path = Path(folder) / cls.CONFIG_FILE
-        if not path.is_file():
+        if not path.exists():
             raise NotSavedError(_missing(cls, folder))
-        try:
-            text = path.read_text(encoding="utf-8")
-            content = json.loads(text, parse_constant=_refuse_constant, parse_int=_whole_number)
-        except (ValueError, RecursionError) as error:
-            raise InvalidFilesError(f"{path}: it is no JSON ({error}). Download or save it again.") from error
-        if not isinstance(content, dict):
-            raise InvalidFilesError(f"{path}: expected a JSON object, found {type(content).__name__}.")
+        content = read_json(path, strictly=True)
         written = content.get("format_version")
         if isinstance(written, int) and written > FORMAT_VERSION:
             raise InvalidFilesError(
@@ -112,11 +100,12 @@ class SavedConfig:
         if missing := sorted(required - content.keys()):
             raise InvalidFilesError(f"{path}: it has no {missing[0]}. Download or save it again.")
         if unknown := sorted(content.keys() - known):
-            logger.warning(f"{path}: ignoring unknown keys {', '.join(unknown)}.")
+            logger.warning(f"{path}: ignoring unknown keys {one_line(', '.join(unknown))}.")
         try:
-            return cls(**{name: value for name, value in content.items() if name in known})
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            reason = str(error.__cause__ or error).strip()
+            with blaming(path, leaving=(StrictDataclassError,)):
+                return cls(**{name: value for name, value in content.items() if name in known})
+        except StrictDataclassError as error:
+            reason = one_line(str(error.__cause__ or error))
             raise InvalidFilesError(f"{path}: {reason} Download or save it again.") from error
 
     def validate_format(self) -> None:
@@ -134,8 +123,9 @@ class SavedConfig:
         """Compare the hash of each file with the one that was noted when it was saved."""
         for name, expected in self.sha256.items():
             path = Path(folder) / name
-            if not path.is_file():
+            if not path.exists():
                 raise InvalidFilesError(f"{path} is missing. Download or save the {self.WHAT} again.")
+            check_regular(path)
             if sha256_of(path) != expected:
                 raise InvalidFilesError(
                     f"{path}: its hash is not the one in {self.CONFIG_FILE}; it is damaged, or was replaced after the "
@@ -145,26 +135,9 @@ class SavedConfig:
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
     """Write a safetensors file; a `ValueError` names a tensor that is not finite."""
-    check_finite(_to_be_finite(tensors), os.path.basename(path))
+    # but for the error of a J that was measured at one weight sample
+    check_finite({n: tensor for n, tensor in tensors.items() if n != "nll_standard_error"}, os.path.basename(path))
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-
-
-def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Read a safetensors file, whose numbers must be finite."""
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InvalidFilesError(f"{path}: it cannot be read ({error}). Download or save it again.") from error
-    try:
-        check_finite(_to_be_finite(tensors), os.fspath(path))
-    except ValueError as error:
-        raise InvalidFilesError(f"{error} Save it again, from a training that did not diverge.") from error
-    return tensors
-
-
-def _to_be_finite(tensors: Tensors) -> Tensors:
-    """All but the error of a J that was measured at one weight sample."""
-    return {name: tensor for name, tensor in tensors.items() if name != "nll_standard_error"}
 
 
 def by_first_word(tensors: Tensors, words: Iterable[str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -411,8 +384,8 @@ def _check_base_is_public(folder: Path) -> None:
     path = folder / ADAPTER_CONFIG_FILE
     if not path.is_file():
         return
-    name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if public_name(name) is None:
+    name = read_json(path).get("base_model_name_or_path")
+    if not isinstance(name, str) or public_name(name) is None:
         raise ValueError(
             f"{os.fspath(folder)}: its adapters belong to the base model {name!r}, which is not on the Hub. Push that "
             "too, set `model.peft_config['default'].base_model_name_or_path` to its id, and save the adapters again."
@@ -437,18 +410,6 @@ def _is_refusal(error: Exception) -> bool:
     """No such repository, or none that this token may see or write; the Hub does not always tell which."""
     refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
     return refused or isinstance(error, RepositoryNotFoundError)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _whole_number(digits: str) -> int:
-    """One that a float can be compared with."""
-    number = int(digits)
-    if abs(number) >= 2**63:
-        raise ValueError(f"{digits[:20]}... has more than 64 bits")
-    return number
 
 
 def _first_line(error: BaseException) -> str:

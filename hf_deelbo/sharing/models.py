@@ -1,7 +1,7 @@
 """The models that are saved and loaded: by which class, and adapters with their base."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -19,7 +20,16 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..weights.parameters import base_of, has_adapters, parameters_by_name
 from ..weights.shards import class_of, is_sharded
-from .hub import load_tensors, public_name
+from .hub import public_name
+from .model_files import (
+    ADAPTER_FILE,
+    check_readable,
+    check_weights,
+    no_larger_than,
+    read_config,
+    weights_header,
+)
+from .reading import SavedTensor, blaming
 
 # what a saved classifier is loaded with, and what the Hub calls its task
 TASK_OF = {
@@ -27,8 +37,8 @@ TASK_OF = {
     AutoModelForSequenceClassification: "text-classification",
 }
 AUTO_CLASSES = {kind.__name__: kind for kind in TASK_OF}
-# what peft calls an adapter, and the file of its weights
-ADAPTER, ADAPTER_FILE = "default", "adapter_model.safetensors"
+# what peft calls an adapter
+ADAPTER = "default"
 
 
 def auto_class_of(model: nn.Module) -> type | None:
@@ -64,22 +74,33 @@ def _auto_class_of(model: nn.Module) -> type | None:
     return None
 
 
-def load_mean(folder: str | os.PathLike, auto_class: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_mean(
+    folder: str | os.PathLike, auto_class: str | None, hashed: Collection[str], trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The classifier that `save_pretrained` wrote into `folder`, all of it: no weight is missing, new or left over.
 
     Args:
         folder: a local folder.
         auto_class: a name in `AUTO_CLASSES`.
+        hashed: the files whose hash is known; all weights must be in these.
         trust_remote_code: as for `from_pretrained`.
     """
     if auto_class not in AUTO_CLASSES:
         raise ValueError(f"auto_class: cannot load a model by {auto_class!r}; known are {', '.join(AUTO_CLASSES)}")
-    model, report = AUTO_CLASSES[auto_class].from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
-    )
+    check_readable(folder)
+    header = weights_header(folder, hashed)
+    read_config(folder, header)
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    with blaming(os.path.join(folder, CONFIG_NAME)):
+        config = AutoConfig.from_pretrained(folder, **options)
+    with no_larger_than(header, folder):
+        model, report = AUTO_CLASSES[auto_class].from_pretrained(
+            folder, config=config, use_safetensors=True, output_loading_info=True, **options
+        )
     for what, names in report.items():
         if names:
             raise ValueError(f"the weights of the model do not fit its config.json: {what} {sorted(names)[0]}")
+    check_weights(model, header, folder)
     return model
 
 
@@ -138,11 +159,8 @@ def loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_loose_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put back the `loose_tensors` of a model with adapters, all of them."""
-    own = loose_tensors(model)
-    for name in sorted(own.keys() | tensors.keys()):
-        if own[name].shape != tensors[name].shape:
-            raise ValueError(f"{name!r} has another shape than in the base model")
-        own[name].copy_(tensors[name])
+    for name, tensor in loose_tensors(model).items():
+        tensor.copy_(tensors[name])
 
 
 def load_base(name_or_path: str, auto_class: str, config: Mapping[str, Any], **kwargs: Any) -> PreTrainedModel:
@@ -167,15 +185,23 @@ def load_base(name_or_path: str, auto_class: str, config: Mapping[str, Any], **k
     return model
 
 
-def load_adapters(base: PreTrainedModel, folder: str | os.PathLike) -> nn.Module:
-    """The base model with the trainable adapters that peft's `save_pretrained` wrote into `folder`, all of them."""
+def load_adapters(base: PreTrainedModel, folder: str | os.PathLike, header: Mapping[str, SavedTensor]) -> nn.Module:
+    """The base model with the trainable adapters that peft's `save_pretrained` wrote into `folder`, all of them.
+
+    Args:
+        base: the model that they belong to.
+        folder: a local folder.
+        header: what `model_files.adapters_header` found there.
+    """
     peft = import_peft()
-    model = peft.PeftModel.from_pretrained(base, os.fspath(folder), is_trainable=True, torch_device="cpu")
+    with no_larger_than(header, folder):
+        model = peft.PeftModel.from_pretrained(base, os.fspath(folder), is_trainable=True, torch_device="cpu")
     stated = model.peft_config[ADAPTER]
     if stated.base_model_name_or_path != base.name_or_path:  # it was moved
         stated.base_model_name_or_path, stated.revision = base.name_or_path, None
-    if missing := sorted(_adapter_state(model).keys() - load_tensors(os.path.join(folder, ADAPTER_FILE)).keys()):
+    if missing := sorted(_adapter_state(model).keys() - header.keys()):
         raise ValueError(f"{ADAPTER_FILE} has no {missing[0]}")
+    check_weights(model, header, folder)
     return model.eval()  # as all that `from_pretrained` returns
 
 

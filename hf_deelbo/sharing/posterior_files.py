@@ -17,9 +17,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,26 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..groups import GROUPINGS, SIGMA_UPDATES
+from ..groups import GROUPINGS, SIGMA_UPDATES, groups_of
 from ..objective import DEELBo
 from ..posterior import Posterior
-from ..priors import prior_from
+from ..priors import MOST_DEVIATIONS, prior_from
 from ..temperature import Temperatures
 from ..weights.batch_norm import Statistics, batch_norm_layers, weights_and_statistics
-from ..weights.blocks import Tensors, check_finite
+from ..weights.blocks import Tensors, check_finite, parameters_by_name
 from ..weights.parameters import backbone_of, base_of, has_adapters
 from ..weights.shards import is_first_process, whole
 from .cards import CARD_FILE
 from .files import as_json
 from .hub import (
-    InvalidFilesError,
     SavedConfig,
     by_first_word,
     hashes_of,
     library_versions,
-    load_tensors,
     public_name,
     save_tensors,
 )
+from .model_files import adapters_header, check_config, header_of_base, no_larger_than
 from .models import (
     auto_class_of,
     frozen_weights,
@@ -59,6 +57,18 @@ from .models import (
     load_mean,
     loose_tensors,
     source_of,
+)
+from .reading import (
+    FLOATS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SavedTensor,
+    TensorRule,
+    blaming,
+    header_of,
+    load_tensors,
+    one_line,
+    read_tensors,
 )
 
 
@@ -119,8 +129,13 @@ class PosteriorConfig(SavedConfig):
         for name, known in (("grouping", GROUPINGS), ("sigma_update", SIGMA_UPDATES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: unknown value {getattr(self, name)!r}; known are {', '.join(known)}.")
+        if self.prior.get("kind") not in _KINDS_OF_PRIOR:
+            known = ", ".join(_KINDS_OF_PRIOR)
+            raise ValueError(f"prior: unknown kind {self.prior.get('kind')!r}; known are {known}.")
         if not isinstance(self.prior.get("scales", {}), dict):
             raise ValueError(f"prior: its scales must be numbers by name, got {self.prior['scales']!r}.")
+        if self.de_elbo is not None and self.de_elbo.keys() != _PARTS_OF_J:
+            raise ValueError(f"de_elbo: must have {', '.join(sorted(_PARTS_OF_J))}, got {', '.join(self.de_elbo)}.")
 
     def validate_groups(self) -> None:
         """Rows of `GaussianPosterior.group_table`; format 1 has none."""
@@ -151,6 +166,9 @@ class PosteriorConfig(SavedConfig):
                 raise ValueError(f"base: must have a config and a sha256, got {', '.join(kinds)}.")
 
 
+# the tensors of each kind of prior, by the first word of their names
+_KINDS_OF_PRIOR = {"l2-zero": (), "l2-sp": ("mean",), "ptyl": ("mean", "diagonal", "deviations")}
+_PARTS_OF_J = {part.name for part in fields(DEELBo)} | {"de_elbo", "log_likelihood"}
 # what a row of `groups` holds
 _GROUP = {"name": str, "in_head": bool, "num_parameters": int, "sigma": float, "prior_variance": float}
 _KINDS = {str: "text", bool: "truth value", int: "positive whole number", float: "positive number"}
@@ -162,7 +180,7 @@ def write_posterior(posterior: Posterior, folder: str | os.PathLike) -> None:
     posterior.update_prior_variances()
     numbers = {"kappa": posterior.kappa, "num_examples": posterior.num_examples}
     if posterior.de_elbo is not None:
-        numbers |= {name: getattr(posterior.de_elbo, name) for name in _MEASURED}
+        numbers |= {name: getattr(posterior.de_elbo, name) for name in ("nll", "nll_standard_error")}
     scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items() if value is not None}
     statistics = {
         f"batch_norm.{seed}.{layer}.{part}": tensor
@@ -227,26 +245,32 @@ def read_posterior(
         hub_options: of `from_pretrained`, to load that.
     """
     config.check_files(folder)
-    tensors = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("prior", "batch_norm", "model"))
+    path = Path(folder) / config.TENSORS_FILE
+    header = header_of(path)
+    of_adapters = {} if config.base is None else adapters_header(folder, config.sha256)
     base = None if config.base is None else _load_base(folder, config, base_model, hub_options or {})
-    try:
-        with _all_errors_as_value_errors():
-            if base is None:
-                model = load_mean(folder, config.auto_class, trust_remote_code)
-            else:
-                model = load_adapters(base, folder)
+    with blaming(folder, _MISFIT):
+        if base is None:
+            model = load_mean(folder, config.auto_class, config.sha256, trust_remote_code)
+        else:
+            model = load_adapters(base, folder, of_adapters)
         parameters = dict(model.named_parameters())
         for name in config.frozen_names:
+            if name not in parameters:
+                raise ValueError(f"frozen_names: {name!r} is missing or unknown")
             parameters[name].requires_grad_(False)
+        tensors = read_tensors(path, _rules(model, config, header), _MEASURED)
+        tensors = by_first_word(tensors, ("prior", "batch_norm", "model"))
         if base is not None:
             load_loose_tensors(model, tensors["model"])
             _check_base(model, config.base["sha256"])
         check_finite(weights_and_statistics(model), "model")
         posterior = _assemble(posterior_class, model, config, tensors)
         _check_agreement(posterior, config)
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
-        raise _misfit(folder, error) from error
     return posterior
+
+
+_MISFIT = "the files of the posterior do not fit each other"
 
 
 def _load_base(
@@ -258,19 +282,20 @@ def _load_base(
     """The base model of adapters, from `name` or from where they say that it is."""
     peft = import_peft()
     try:
-        with _all_errors_as_value_errors():
+        with blaming(folder, _MISFIT, leaving=(OSError,)):
             stated = peft.PeftConfig.from_pretrained(os.fspath(folder)).base_model_name_or_path
             name = os.fspath(name or stated)
-            revision = config.base_model_revision if name == config.base_model else None
-            return load_base(name, config.auto_class, config.base["config"], revision=revision, **hub_options)
+            options = {"revision": config.base_model_revision if name == config.base_model else None, **hub_options}
+            header = header_of_base(name, **options)
+            check_config(config.base["config"], header, Path(folder) / config.CONFIG_FILE)
+            with no_larger_than(header, folder):
+                return load_base(name, config.auto_class, config.base["config"], **options)
     except OSError as error:
         raise OSError(
             f"{os.fspath(folder)}: these are adapters, and their base model {name!r} cannot be loaded "
             f"({str(error).splitlines()[0]}). Check the connection, or say where it is: "
             "`GaussianPosterior.from_pretrained(..., base_model=...)`."
         ) from error
-    except ValueError as error:
-        raise _misfit(folder, error) from error
 
 
 def _check_base(model: nn.Module, sha256: str) -> None:
@@ -279,17 +304,6 @@ def _check_base(model: nn.Module, sha256: str) -> None:
             f"the base model {source_of(model)[0]!r} has other weights than the one that the adapters were trained "
             "on; say where that is: `GaussianPosterior.from_pretrained(..., base_model=...)`"
         )
-
-
-@contextmanager
-def _all_errors_as_value_errors() -> Iterator[None]:
-    """Transformers and peft do not check all that they read, and stumble over wrong values in many ways."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _description_of_base(model: nn.Module) -> dict[str, Any]:
@@ -312,24 +326,89 @@ def hash_of(tensors: Tensors) -> str:
     return digest.hexdigest()
 
 
-def _misfit(folder: str | os.PathLike, error: Exception) -> InvalidFilesError:
-    reason = f"{error.args[0]!r} is missing or unknown" if isinstance(error, KeyError) else str(error)
-    return InvalidFilesError(
-        f"{os.fspath(folder)}: the files of the posterior do not fit each other ({reason}). Download or save it again."
-    )
-
-
 def read_state(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
     """`GaussianPosterior.state_dict` as it was when it was saved into a local folder."""
     config = PosteriorConfig.load(folder)
     config.check_files(folder)
-    tensors = load_tensors(Path(folder) / config.TENSORS_FILE)
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("prior.") or name in _LEARNED}
+    path = Path(folder) / config.TENSORS_FILE
+    tensors = load_tensors(path)
+    state = {name: tensor for name, tensor in tensors.items() if name.startswith("prior.") or name in _LEARNED}
+    for name, tensor in state.items():
+        _LEARNED.get(name, TensorRule()).check(name, tensor, path)
+    return state
 
 
-# scalar tensors: the posterior's state, and the parts of J that do not follow from it
-_LEARNED = ("rho", "lambda_", "tau", "curvature")
-_MEASURED = ("nll", "nll_standard_error")
+_WIDE = ("F64", "F32")  # as `priors.wide_dtype`
+# the posterior's state, and scalars: kappa and N, and the parts of J that do not follow from it
+_LEARNED = {
+    "rho": TensorRule(dtypes=_WIDE),
+    "lambda_": TensorRule(dtypes=_WIDE, **POSITIVE),
+    "tau": TensorRule(dtypes=_WIDE, **POSITIVE),
+    "curvature": TensorRule(dtypes=_WIDE),
+}
+_MEASURED = {
+    "kappa": TensorRule((), _WIDE, **POSITIVE),
+    "num_examples": TensorRule((), _WIDE, **POSITIVE),
+    "nll": TensorRule((), _WIDE, **NOT_NEGATIVE),
+    "nll_standard_error": TensorRule((), _WIDE, **NOT_NEGATIVE, may_be_nan=True),
+}
+
+
+def _rules(model: nn.Module, config: PosteriorConfig, header: Mapping[str, SavedTensor]) -> dict[str, TensorRule]:
+    """What must be in `posterior.safetensors`, beside `_MEASURED`, with this model and configuration."""
+    of_model = {name: w.shape for name, w in parameters_by_name(model).items()}
+    kind = config.prior["kind"]
+    groups = groups_of(of_model, config.head_names, config.grouping, whole_backbone=kind == "ptyl")
+    numbers = [sum(group.in_head == in_head for group in groups) for in_head in (False, True)]
+    lambdas, taus = [() if number == 1 else (number,) for number in numbers]
+    sigmas = () if config.grouping == "all" else (len(groups),)
+    shapes = {"rho": sigmas, "curvature": (3, *sigmas), "lambda_": lambdas, "tau": taus}
+    if config.sigma_update == "optimizer":
+        del shapes["curvature"]
+    rules = {name: _LEARNED[name]._replace(shape=shape) for name, shape in shapes.items()}
+    rules |= _rules_of_prior(backbone_of(model, config.head_names), kind, header)
+    rules |= _rules_of_statistics(model, config.sample_seeds, header)
+    if config.base is not None:
+        rules |= {f"model.{name}": _rule_like(name, tensor) for name, tensor in loose_tensors(model).items()}
+    return rules
+
+
+def _rules_of_prior(backbone: Tensors, kind: str, header: Mapping[str, SavedTensor]) -> dict[str, TensorRule]:
+    ranks = {tensor.shape[:1] for name, tensor in header.items() if name.startswith("prior.deviations.")}
+    rank = min(ranks, default=())
+    if rank and rank[0] > MOST_DEVIATIONS:
+        raise ValueError(f"prior: its rank is {rank[0]:,}, and at most {MOST_DEVIATIONS:,} is supported")
+    return {
+        f"prior.{part}.{name}": TensorRule((*rank, *w.shape) if part == "deviations" else tuple(w.shape))
+        for part in _KINDS_OF_PRIOR[kind]
+        for name, w in backbone.items()
+    }
+
+
+def _rules_of_statistics(
+    model: nn.Module, stated: list[int], header: Mapping[str, SavedTensor]
+) -> dict[str, TensorRule]:
+    """`batch_norm.<seed>.<layer>.mean` and `batch_norm.<seed>.<layer>.variance`."""
+    of_samples = [name for name in header if name.startswith("batch_norm.")]
+    layers = batch_norm_layers(model)
+    saved = sorted({int(name.split(".")[1]) for name in of_samples})
+    if sorted(stated) != saved:
+        raise ValueError(f"sample_seeds: {one_line(str(stated))} are stated, {one_line(str(saved))} are saved")
+    if len(of_samples) != 2 * len(saved) * len(layers):  # before as many rules are made as someone states
+        raise ValueError(f"there are {len(of_samples)} batch-norm statistics, of {len(saved)} samples")
+    return {
+        f"batch_norm.{seed}.{layer}.{part}": TensorRule(tuple(module.running_mean.shape), **sign)
+        for seed in saved
+        for layer, module in layers.items()
+        for part, sign in (("mean", {}), ("variance", NOT_NEGATIVE))
+    }
+
+
+def _rule_like(name: str, tensor: torch.Tensor) -> TensorRule:
+    """For a tensor of a model, which is saved as it is."""
+    if not tensor.is_floating_point():
+        return TensorRule(tuple(tensor.shape), ("I64", "I32", "U8", "BOOL"))
+    return TensorRule(tuple(tensor.shape), FLOATS, **(NOT_NEGATIVE if name.endswith("running_var") else {}))
 
 
 def _assemble(
@@ -339,6 +418,8 @@ def _assemble(
     tensors: Mapping[str, Tensors],
 ) -> Posterior:
     backbone, scalars = backbone_of(model, config.head_names), tensors[""]
+    if "num_examples" in scalars and not scalars["num_examples"].item().is_integer():
+        raise ValueError(f"num_examples: must be a whole number, got {scalars['num_examples'].item()}")
     posterior = posterior_class(
         model,
         config.head_names,
@@ -354,28 +435,25 @@ def _assemble(
     posterior.update_prior_variances()
     posterior.sample_statistics = _statistics_of(model, tensors["batch_norm"])
     posterior.temperatures = Temperatures(**config.temperatures)
-    if _MEASURED[0] in scalars:
+    if parts := {name: scalars[name].item() for name in ("nll", "nll_standard_error") if name in scalars}:
         posterior.de_elbo = DEELBo(
             kl_backbone=float(posterior.kl.backbone),
             kl_head=float(posterior.kl.head),
             kappa=posterior.kappa,
             num_examples=posterior.num_examples,
-            **{name: scalars[name].item() for name in _MEASURED},
+            **parts,
         )
     return posterior
 
 
 def _statistics_of(model: nn.Module, tensors: Tensors) -> dict[int, Statistics]:
-    """By seed, from tensors named `<seed>.<layer>.mean` and `<seed>.<layer>.variance`."""
-    layers = batch_norm_layers(model)
-    statistics = {}
+    """By seed, from tensors that follow `_rules_of_statistics`."""
+    statistics: dict[int, Statistics] = {}
     for seed in sorted({int(name.partition(".")[0]) for name in tensors}):
-        statistics[seed] = {}
-        for layer, module in layers.items():
-            moments = tuple(tensors[f"{seed}.{layer}.{part}"] for part in ("mean", "variance"))
-            if any(tensor.shape != module.running_mean.shape for tensor in moments):
-                raise ValueError(f"the batch-norm statistics of {layer!r} have another size than the layer")
-            statistics[seed][layer] = moments
+        statistics[seed] = {
+            layer: (tensors[f"{seed}.{layer}.mean"], tensors[f"{seed}.{layer}.variance"])
+            for layer in batch_norm_layers(model)
+        }
     return statistics
 
 

@@ -8,21 +8,16 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
 
-from ..priors import LowRankGaussian
+from ..priors import MOST_DEVIATIONS, LowRankGaussian
 from ..weights.blocks import Tensors
-from .hub import (
-    InvalidFilesError,
-    SavedConfig,
-    by_first_word,
-    hashes_of,
-    load_tensors,
-    save_tensors,
-)
+from .hub import SavedConfig, by_first_word, hashes_of, save_tensors
+from .reading import SavedTensor, TensorRule, blaming, header_of, read_tensors
 
 
 @strict
@@ -56,6 +51,10 @@ class PriorConfig(SavedConfig):
         for name in ("eps", "trace_inverse", "log_det"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}: must be a finite number, got {getattr(self, name)}.")
+        if not 2 <= self.rank <= MOST_DEVIATIONS:
+            raise ValueError(f"rank: must be 2 to {MOST_DEVIATIONS:,}, got {self.rank}.")
+        if self.num_parameters < 1:
+            raise ValueError(f"num_parameters: must be at least 1, got {self.num_parameters}.")
 
 
 def write_prior(prior: LowRankGaussian, folder: str | os.PathLike) -> None:
@@ -85,10 +84,10 @@ def read_prior(
             bit.
     """
     config.check_files(folder)
-    try:
-        parts = by_first_word(load_tensors(Path(folder) / config.TENSORS_FILE), ("mean", "diagonal", "deviations"))
-        if unknown := parts.pop(""):
-            raise KeyError(next(iter(unknown)).partition(".")[0])
+    path = Path(folder) / config.TENSORS_FILE
+    with blaming(folder, "the files of the prior do not fit each other"):
+        parts = by_first_word(read_tensors(path, _rules(header_of(path), config)), _PARTS)
+        del parts[""]
         if like is not None and like.keys() == parts["mean"].keys():
             parts = {
                 part: {name: tensors[name].to(w.device) for name, w in like.items()} for part, tensors in parts.items()
@@ -98,8 +97,20 @@ def read_prior(
             stated, value = getattr(config, name), float(getattr(prior, name))
             if not math.isclose(stated, value, rel_tol=1e-6, abs_tol=1e-6):
                 raise ValueError(f"{name} is stated as {stated}, but is {value}")
-    except (ValueError, KeyError, StopIteration) as error:
-        raise InvalidFilesError(
-            f"{os.fspath(folder)}: the files of the prior do not fit each other ({error}). Download or save it again."
-        ) from error
     return prior
+
+
+_PARTS = ("mean", "diagonal", "deviations")
+
+
+def _rules(header: Mapping[str, SavedTensor], config: PriorConfig) -> dict[str, TensorRule]:
+    """What must be in `prior.safetensors`, if its means are those of the backbone."""
+    shapes = {name.removeprefix("mean."): saved.shape for name, saved in header.items() if name.startswith("mean.")}
+    ranks = {saved.shape[:1] for name, saved in header.items() if name.startswith("deviations.")}
+    for rank in ranks - {(config.rank,)}:
+        raise ValueError(f"rank is stated as {config.rank}, but is {', '.join(map(str, rank))}")
+    return {
+        f"{part}.{name}": TensorRule((config.rank, *shape) if part == "deviations" else shape)
+        for part in _PARTS
+        for name, shape in shapes.items()
+    }

@@ -1,7 +1,9 @@
 """Priors in the files that "Pre-Train Your Loss" (PTYL, Shwartz-Ziv et al. 2022) released."""
 
 import os
-import pickle
+import pickletools
+import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,21 @@ from torch import nn
 from transformers import AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging
 
+from ..priors import MOST_DEVIATIONS
 from ..weights.parameters import head_parameter_names
 from .priors import LowRankPrior
+from .reading import NOT_NEGATIVE, InvalidFilesError, TensorRule, blaming, check_regular, one_line
 
 logger = logging.get_logger(__name__)
 
 FILES = ("model", "mean", "variance", "covmat")
+_PLAIN = "Use a file of plain tensors, as `torch.save` writes it since torch 1.6."
+_LONGEST_NAME = 1000  # all of its prefixes are tried
+_MOST_PICKLED_BYTES = 2**20  # without the numbers, which lie beside it: some thousand tensors
+_IS_OF_TENSORS = re.compile(
+    r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)", flags=re.ASCII
+)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHAT_TO_DO = "Use a model of the architecture that the prior is for, and check `head_names`."
 
 
@@ -89,21 +100,51 @@ def _paths(folder: Path, name: str | None) -> dict[str, Path]:
 
 
 def _read(path: Path, kind: type) -> Any:
-    try:
+    """The tensors in a file of `torch.save`, which is refused if it holds anything else or grows in being read."""
+    size = check_regular(path)
+    with blaming(path, "it is broken", _PLAIN), zipfile.ZipFile(path) as records:
+        parts = records.infolist()
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+            raise ValueError("its parts are compressed")
+        if sum(part.file_size for part in parts) > size:
+            raise ValueError("its parts lie in each other")
+        pickled = [part for part in parts if part.filename.endswith(".pkl")]
+        if sum(part.file_size for part in pickled) > _MOST_PICKLED_BYTES:
+            raise ValueError("its description is too large")
+        called = {str(name) for part in pickled for name in _called_by(records.read(part))}
+    with blaming(path, "it holds more than tensors, and was not loaded, as that could run code from the file", _PLAIN):
+        if unknown := sorted(name for name in called if not _IS_OF_TENSORS.fullmatch(name)):
+            raise ValueError(unknown[0])
         value = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path.name}: it is broken, or holds more than tensors and was not loaded, as that could run code from "
-            "the file. Use a file of plain tensors."
-        ) from error
     if not isinstance(value, kind):
         raise ValueError(f"{path.name}: expected a {kind.__name__}, found a {type(value).__name__}.")
+    for name, tensor in value.items() if isinstance(value, dict) else [(path.name, value)]:
+        if not (isinstance(name, str) and len(name) <= _LONGEST_NAME and isinstance(tensor, torch.Tensor)):
+            raise InvalidFilesError.at(path, f"{one_line(str(name))!r} is no tensor, or no name of one", _PLAIN)
     return value
+
+
+def _called_by(pickled: bytes) -> Iterator[str]:
+    """What a pickle calls by name; torch allows more than tensors need, such as `bytearray(10**11)`."""
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name in ("GLOBAL", "INST", "STACK_GLOBAL") or operation.name.startswith("EXT"):
+            yield argument or operation.name
+
+
+def _check_numbers(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Real and finite, and as many as they say; a few bytes can stand for 10^9 equal rows."""
+    for name, tensor in tensors.items():
+        is_count = name.endswith("num_batches_tracked")
+        if tensor.layout != torch.strided or not (is_count or tensor.dtype in _FLOATS):
+            raise InvalidFilesError.at(path, f"{one_line(name)!r} is of type {tensor.dtype}, {tensor.layout}", _PLAIN)
+        TensorRule(**(NOT_NEGATIVE if name.endswith("running_var") else {})).check(name, tensor, path)
 
 
 def _read_prior(
     paths: Mapping[str, Path], backbone: Mapping[str, nn.Parameter], num_deviations: int, eps: float
 ) -> LowRankPrior:
+    if not 2 <= num_deviations <= MOST_DEVIATIONS:
+        raise ValueError(f"num_deviations: must be 2 to {MOST_DEVIATIONS:,}, got {num_deviations}.")
     size = sum(parameter.numel() for parameter in backbone.values())
     mean, variance, covmat = (_read(paths[part], torch.Tensor) for part in ("mean", "variance", "covmat"))
     for part, vector in (("mean", mean), ("variance", variance)):
@@ -117,6 +158,8 @@ def _read_prior(
             f"found {tuple(covmat.shape)}. {_WHAT_TO_DO}"
         )
     deviations = covmat[:num_deviations]
+    for part, tensor in (("mean", mean), ("variance", variance), ("covmat", deviations)):
+        _check_numbers({part: tensor}, paths[part])
     return LowRankPrior(_split(mean, backbone), _split(variance, backbone), _split(deviations, backbone), eps)
 
 
@@ -144,6 +187,7 @@ def _weights_by_own_name(
             f"{path.name}: expected {name!r} of shape {tuple(own[name].shape)}, found {found} ({len(missing)} tensors "
             f"missing, {len(shapes)} of other shapes). {_WHAT_TO_DO}"
         )
+    _check_numbers({name: tensor for name, tensor in weights.items() if name in own}, path)
     order = [name for name in weights if name in backbone]
     if order != list(backbone):
         name, other = next((one, two) for one, two in zip(backbone, order, strict=True) if one != two)

@@ -2,6 +2,7 @@ import html
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from conftest import IS_HUB_CLIENT_1, make_dataset, make_model
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 from transformers import (
     AutoImageProcessor,
@@ -887,6 +889,85 @@ def test_no_name_can_break_the_card(data, tmp_path, kind):
     save_card(tmp_path, replace(card_with(name), num_test_examples=4321))
     assert ", 4,321 examples." in file.read_text()
     assert file.read_text().endswith("\nMy words.\n")
+
+
+@of_both_kinds
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_name_can_break_what_else_a_card_tells(data, tmp_path, kind):
+    """Languages, figures, packages, and settings that are lists or mappings."""
+    name = HOSTILE[kind]
+
+    def card_with(value):
+        path = "figures/" + re.sub(r"[/\\:~]|[.]{2}|[\ud800-\udfff]", "", value) + ".png"
+        return replace(
+            data,
+            language=[value, value],
+            versions={value: value},
+            training={"a": {value: {value: value}}, "b": (value, None), "c": [[value]]},
+            figures=(path,),
+        )
+
+    harmless, hostile = render_card(card_with("harmless")), render_card(card_with(name))
+    assert hostile.data.to_dict().keys() == harmless.data.to_dict().keys()
+    for line in re.findall(r"^!\[.*$", hostile.text, flags=re.MULTILINE):
+        assert re.fullmatch(r"!\[[^\[\]<>|`]*\]\(figures/[\w%./-]*\)", line)
+    one, other = (
+        [line for line in skeleton(card.text).splitlines() if not line.startswith(("![", "*"))]
+        for card in (harmless, hostile)
+    )
+    assert one == other
+    file = save_card(tmp_path, card_with(name))
+    assert metadata_load(file) == hostile.data.to_dict()
+
+
+def test_names_of_ten_thousand_classes_and_groups_stay_in_their_place():
+    """Class names are counted, not shown; groups stand in one table that is folded."""
+    names = {index: f"{HOSTILE[kind]} {index}" for index, kind in enumerate([*HOSTILE] * 625)}
+    model = make_model("vit")
+    model.classifier = nn.Linear(16, len(names))
+    model.config.id2label, model.config.label2id = names, {name: index for index, name in names.items()}
+    posterior = GaussianPosterior(model, ["classifier.weight", "classifier.bias"], num_examples=9)
+    card = render_card(posterior.card_data())
+    assert f"{len(names):,} classes" in card.text
+    assert len(str(card)) < 20_000
+    assert not re.search("evil|alert|os.system", str(card))
+
+    rows = [row | {"name": names[index]} for index, row in enumerate(group_rows(10_000))]
+    many = render_card(replace(DIGITS, groups=rows))
+    assert many.text.count("<details>") == many.text.count("</details>") == 1
+    row = r"^\| .* \| [\d,]+ \| [\d.e+-]+ \| [\d.e+-]+ \|$"
+    assert len(re.findall(row, many.text, flags=re.MULTILINE)) == len(rows)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_a_user_wrote_stays_as_it_is(tmp_path, kind):
+    """Nothing in it is run, and it ends no metadata."""
+    # but for our own comment, and what no file holds
+    name = re.sub(r"[\ud800\r]|<!-- hf_deelbo:end -->", "", HOSTILE[kind])
+    words = f"\nMy words: {name}\n{{{{ data }}}} {{% for x in y %}}\n---\n"
+    file = save_card(tmp_path, DIGITS)
+    before = metadata_load(file)
+    file.write_text(file.read_text() + words)
+    save_card(tmp_path, replace(DIGITS, num_test_examples=4321))
+    assert file.read_text().endswith(words)
+    assert ", 4,321 examples." in file.read_text()
+    assert metadata_load(file) == before
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{two}: &{two} [{', '.join([f'*{one}'] * 10)}]\n" for one, two in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "metadata", [ALIASES, "a: !!python/object/apply:os.system [exit 1]\n", "a: &a [*a]\n", "a: 1\na: 2\n"]
+)
+def test_metadata_of_strangers_is_not_run_and_does_not_grow(tmp_path, metadata):
+    file = tmp_path / "README.md"
+    file.write_text(f"---\n{metadata}---\nText\n")
+    with suppress(ValueError):
+        save_card(tmp_path, DIGITS)
+    assert file.stat().st_size < 50_000
 
 
 # ---- Users' edits --------------------------------------------------------------------------------------------------

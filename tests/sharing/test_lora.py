@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import sys
+import time
 
 import datasets
 import pytest
@@ -307,7 +308,7 @@ class TestBadFiles:
         tensors = load_file(folder / TENSORS)
         save_file(tensors | {name: torch.ones(2)}, folder / TENSORS)
         make_hashes_fit(folder)
-        self.check(folder, "do not fit each other")
+        self.check(folder, f"{TENSORS}: nothing asks for its tensor '{name}'")
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -337,7 +338,7 @@ class TestBadFiles:
             ({"sha256": ""}, "base: must have a config and a sha256, got sha256"),
             ({"config": {}, "sha256": 3}, "base: must have a config and a sha256"),
             ("x", "Field 'base'"),
-            (None, "do not fit each other"),
+            (None, f"{ADAPTER_CONFIG}: transformers would load adapters and another model by it"),
         ],
     )
     def test_a_base_that_is_none(self, folder, value, match):
@@ -383,6 +384,116 @@ class TestBadFiles:
         os.remove(f"{base}/model.safetensors")
         with pytest.raises(OSError, match="cannot be loaded"):
             GaussianPosterior.from_pretrained(folder)
+
+
+class TestHostileFiles:
+    """The hashes agree, as whoever changes a file computes them too."""
+
+    def check(self, folder, *in_message: str) -> None:
+        start = time.process_time()
+        with pytest.raises(InvalidFilesError) as caught:
+            GaussianPosterior.from_pretrained(folder)
+        assert time.process_time() - start < 5
+        for part in (str(folder), *in_message):
+            assert part in str(caught.value)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("part", ["classifier.bias", "bert.encoder.layer.1.attention.self.query.lora_A.weight"])
+    def test_numbers_that_no_adapter_has(self, folder, part, value):
+        tensors = load_file(folder / ADAPTERS)
+        tensors[f"base_model.model.{part}"].view(-1)[0] = value
+        save_file(tensors, folder / ADAPTERS, {"format": "pt"})
+        make_hashes_fit(folder)
+        self.check(folder, "must be finite")
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
+    )
+    def test_types_that_no_adapter_has(self, folder, dtype):
+        tensors = load_file(folder / ADAPTERS)
+        name = "base_model.model.classifier.bias"
+        save_file(tensors | {name: tensors[name].to(dtype)}, folder / ADAPTERS, {"format": "pt"})
+        make_hashes_fit(folder)
+        self.check(folder, ADAPTERS, name)
+
+    @pytest.mark.parametrize("value", [float("nan"), -1.0])
+    def test_statistics_of_the_model(self, tmp_path, value):
+        make_model("resnet").save_pretrained(tmp_path / "base")
+        posterior = posterior_over(adapted(load_from(tmp_path / "base", "resnet"), "resnet"), "resnet")
+        posterior.save_pretrained(tmp_path / "posterior")
+        tensors = load_file(tmp_path / "posterior" / TENSORS)
+        name = next(name for name in tensors if name.startswith("model.") and name.endswith("running_var"))
+        tensors[name][0] = value
+        save_file(tensors, tmp_path / "posterior" / TENSORS)
+        make_hashes_fit(tmp_path / "posterior")
+        self.check(tmp_path / "posterior", TENSORS, name)
+
+    @pytest.mark.parametrize("name", [ADAPTER_CONFIG, ADAPTERS])
+    def test_a_file_without_a_hash(self, folder, name):
+        hashes = json.loads((folder / CONFIG).read_text())["sha256"]
+        hashes.pop(name)
+        rewrite(folder / CONFIG, sha256=hashes)
+        self.check(folder, f"{name}: it has no hash")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"r": 10**9},
+            {"r": 10**6},
+            {"r": 10**30},
+            {"rank_pattern": {"query": 10**9}},
+            {"lora_alpha": 10**400},
+            {"layers_to_transform": [10**9]},
+            {"target_modules": "(.*)*x"},
+            {"target_modules": "(([a-z])+.)+[A-Z]([a-z])+$"},
+            {"target_modules": ".*.*.*.*.*.*.*.*.*.*x"},
+            {"rank_pattern": {"(a|aa|.)+$x": 4}},
+            {"exclude_modules": "(a+){10}x"},
+        ],
+        ids=lambda changes: str(changes)[:40],
+    )
+    def test_a_description_that_asks_for_much(self, folder, changes):
+        rewrite(folder / ADAPTER_CONFIG, **changes)
+        make_hashes_fit(folder)
+        self.check(folder, ADAPTER_CONFIG)
+
+    @pytest.mark.parametrize("pattern", [r".*\.(query|value)", r".*(encoder\.)?layer\.\d+\..*(query|value)$"])
+    def test_patterns_that_people_write_are_taken(self, base, tmp_path, pattern):
+        posterior = posterior_over(adapted(load_from(base), target_modules=pattern))
+        posterior.save_pretrained(tmp_path / "posterior")
+        assert_equal(GaussianPosterior.from_pretrained(tmp_path / "posterior"), posterior)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"num_labels": 10**9},
+            {"num_hidden_layers": 20_000},
+            {"num_hidden_layers": 10**12},
+            {"hidden_size": 10**6, "num_attention_heads": 1},
+            {"vocab_size": 10**9},
+            {"intermediate_size": 10**7},
+        ],
+        ids=str,
+    )
+    def test_a_base_that_asks_for_much(self, folder, changes):
+        base = json.loads((folder / CONFIG).read_text())["base"]
+        rewrite(folder / CONFIG, base=base | {"config": base["config"] | changes})
+        self.check(folder)
+
+    def test_weights_of_the_base_from_elsewhere(self, folder, base):
+        os.rename(f"{base}/model.safetensors", f"{base}/../outside.safetensors")
+        index = {"metadata": {}, "weight_map": {"classifier.bias": "../outside.safetensors"}}
+        with open(f"{base}/model.safetensors.index.json", "w") as file:
+            json.dump(index, file)
+        with pytest.raises(InvalidFilesError, match="is not the name of a safetensors file in the same folder"):
+            GaussianPosterior.from_pretrained(folder)
+
+    def test_a_description_of_2_gigabytes(self, folder):
+        os.truncate(folder / ADAPTER_CONFIG, 2 * 2**30)
+        hashes = json.loads((folder / CONFIG).read_text())["sha256"]
+        hashes.pop(ADAPTER_CONFIG)
+        rewrite(folder / CONFIG, sha256=hashes)
+        self.check(folder, ADAPTER_CONFIG)
 
 
 def test_150_damaged_copies_are_refused_or_load_equal(folder, posterior, monkeypatch):

@@ -1,8 +1,10 @@
 """Files in the layout that was released, written here."""
 
+import copy
 import logging
 import math
 import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -256,6 +258,147 @@ class TestRefusals:
         path.write_bytes(path.read_bytes()[:100])
         with pytest.raises(ValueError, match=r"resnet50_covmat.pt: it is broken"):
             self.load(tmp_path)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+class TestHostileFiles:
+    """Refused with the name of the file, and the model is as it was."""
+
+    def check(self, folder, *in_message: str, **kwargs) -> None:
+        with pytest.raises(ValueError, match=r"^") as caught:
+            TestRefusals().load(folder, **kwargs)
+        for part in in_message:
+            assert part in str(caught.value)
+
+    @pytest.mark.parametrize("value", [NAN, INF, -INF])
+    @pytest.mark.parametrize("part", ["mean", "variance", "covmat"])
+    def test_numbers_of_a_prior(self, part, value, net, tmp_path):
+        tensor = write_files(tmp_path, net)[part].clone()
+        tensor.view(-1)[3] = value
+        write_files(tmp_path, net, **{part: tensor})
+        self.check(tmp_path, f"resnet50_{part}.pt", "must be finite")
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("conv.weight", NAN), ("bn.running_mean", INF), ("bn.running_var", NAN), ("bn.running_var", -1.0)],
+    )
+    def test_numbers_of_a_model(self, name, value, net, tmp_path):
+        state = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+        state[name].view(-1)[0] = value
+        write_files(tmp_path, net)
+        torch.save(state, tmp_path / "resnet50_model.pt")
+        self.check(tmp_path, "resnet50_model.pt", name)
+
+    @pytest.mark.parametrize("part", ["mean", "variance", "covmat"])
+    @pytest.mark.parametrize(
+        "dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
+    )
+    def test_types(self, part, dtype, net, tmp_path):
+        write_files(tmp_path, net, **{part: write_files(tmp_path, net)[part].abs().to(dtype)})
+        self.check(tmp_path, f"resnet50_{part}.pt")
+
+    @pytest.mark.parametrize(
+        "make",
+        [lambda t: t.to_sparse(), lambda t: t.to("meta"), lambda t: torch.quantize_per_tensor(t, 1.0, 0, torch.qint8)],
+    )
+    def test_tensors_of_other_kinds(self, make, net, tmp_path):
+        write_files(tmp_path, net, mean=make(write_files(tmp_path, net)["mean"]))
+        self.check(tmp_path, "resnet50_mean.pt")
+
+    def test_a_rank_of_a_billion_costs_nothing(self, net, tmp_path):
+        """Rows that all lie in the same place; so few are used."""
+        row = write_files(tmp_path, net)["covmat"][:1]
+        torch.save(row.expand(10**9, -1), tmp_path / "resnet50_covmat.pt")
+        assert os.path.getsize(tmp_path / "resnet50_covmat.pt") < 10_000
+        prior, _ = load_ptyl(tmp_path, Net())
+        assert prior.rank == 5
+
+    @pytest.mark.parametrize("rank", [-1, 0, 1, 1001, 10**9])
+    def test_a_rank_that_cannot_be(self, rank, net, tmp_path):
+        row = write_files(tmp_path, net)["covmat"][:1]
+        torch.save(row.expand(10**9, -1), tmp_path / "resnet50_covmat.pt")
+        self.check(tmp_path, "num_deviations: must be 2 to 1,000", num_deviations=rank)
+
+    @pytest.mark.parametrize("eps", [NAN, INF, -10.0])
+    def test_an_eps_that_cannot_be(self, eps, net, tmp_path):
+        write_files(tmp_path, net)
+        self.check(tmp_path, "eps", eps=eps)
+
+    @pytest.mark.parametrize(
+        "key",
+        [3, None, ("a",), "a." * 10**6, "x" * 10**5, ""],
+        ids=["number", "none", "tuple", "dots", "long", "empty"],
+    )
+    def test_names_that_are_none(self, key, net, tmp_path):
+        write_files(tmp_path, net, model={key: torch.ones(2)})
+        self.check(tmp_path, "resnet50_model.pt")
+
+    @pytest.mark.parametrize("value", [3, None, "x", [1], {"a": torch.ones(2)}], ids=str)
+    def test_values_that_are_no_tensors(self, value, net, tmp_path):
+        write_files(tmp_path, net, model=net.state_dict() | {"conv.weight": value})
+        self.check(tmp_path, "resnet50_model.pt")
+
+    def test_a_file_that_grows_in_being_read(self, net, tmp_path):
+        write_files(tmp_path, net, mean=torch.zeros(10**6))
+        path = tmp_path / "resnet50_mean.pt"
+        with zipfile.ZipFile(path) as records:
+            parts = {part.filename: records.read(part) for part in records.infolist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as records:
+            for name, content in parts.items():
+                records.writestr(name, content)
+        assert path.stat().st_size < 10_000
+        self.check(tmp_path, "resnet50_mean.pt: it is broken (its parts are compressed)")
+
+    def test_parts_that_lie_in_each_other(self, net, tmp_path):
+        write_files(tmp_path, net)
+        path = tmp_path / "resnet50_mean.pt"
+        with zipfile.ZipFile(path, "a") as records:
+            part = next(part for part in records.infolist() if part.filename.endswith("data/0"))
+            for index in range(1000):
+                other = copy.copy(part)
+                other.filename = f"archive/data/{index + 1}"
+                records.filelist.append(other)
+                records.NameToInfo[other.filename] = other
+            records._didModify = True
+        self.check(tmp_path, "resnet50_mean.pt: it is broken (its parts lie in each other)")
+
+    @pytest.mark.parametrize(
+        "call", [(bytearray, 10**11), (set, ()), (complex, 1)], ids=["bytearray", "set", "complex"]
+    )
+    def test_what_torch_allows_but_no_tensor_needs(self, call, net, tmp_path):
+        write_files(tmp_path, net, mean=Call(*call))
+        self.check(tmp_path, "resnet50_mean.pt", "holds more than tensors", call[0].__name__)
+
+    def test_a_description_of_many_megabytes(self, net, tmp_path):
+        write_files(tmp_path, net, mean=list(range(10**6)))
+        self.check(tmp_path, "resnet50_mean.pt: it is broken (its description is too large)")
+
+    def test_a_pickle_alone(self, net, tmp_path):
+        """As torch wrote it before 1.6, with a size of memory that is taken before it is filled."""
+        write_files(tmp_path, net)
+        torch.save(torch.ones(36), tmp_path / "resnet50_mean.pt", _use_new_zipfile_serialization=False)
+        self.check(tmp_path, "resnet50_mean.pt: it is broken", "since torch 1.6")
+
+    @pytest.mark.parametrize("target", ["/dev/zero", "a pipe"])
+    def test_what_is_no_file(self, target, net, tmp_path):
+        write_files(tmp_path, net)
+        path = tmp_path / "resnet50_mean.pt"
+        path.unlink()
+        os.symlink(target, path) if target.startswith("/") else os.mkfifo(path)
+        with pytest.raises((ValueError, FileNotFoundError), match="resnet50_mean.pt"):
+            load_ptyl(tmp_path, Net())
+
+
+class Call:
+    """Makes a call of it when it is unpickled."""
+
+    def __init__(self, function, argument):
+        self.call = function, (argument,)
+
+    def __reduce__(self):
+        return self.call
 
 
 class Code:
