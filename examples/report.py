@@ -169,7 +169,11 @@ def map_figure(lines: list[Line], folder: Path) -> str:
 
 def accuracy_over_compute(rows: list[Row], heading: str) -> Figure:
     """Where each method ends, and the curves of searches."""
-    points = {row.method: [(line["seconds"], line["test"]["mean"]["accuracy"]) for line in row.lines] for row in rows}
+    points = {
+        row.method: [(line["seconds"], line["test"]["mean"]["accuracy"]) for line in row.lines]
+        for row in rows
+        if len(row.costs("seconds")) == len(row.lines)
+    }
     curves = {
         row.method: mean_curve([search_curve(line["trials"], line["num_classes"]) for line in row.lines])
         for row in rows

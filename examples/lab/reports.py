@@ -123,8 +123,8 @@ class Row:
         return [line["de_elbo"]["de_elbo"] / line["num_parameters"] for line in self.lines if "de_elbo" in line]
 
     def costs(self, name: str) -> list[float]:
-        """`runs` or `seconds` on each training set."""
-        return [line[name] for line in self.lines]
+        """`runs` or `seconds` on each training set, where they were measured."""
+        return [line[name] for line in self.lines if line[name] is not None]
 
 
 def rows_of(lines: Sequence[Line]) -> list[Row]:
@@ -200,7 +200,7 @@ def cost_table(rows: Sequence[Row]) -> str:
     for row in rows:
         comparison = compare(row, rows)
         fewer = ["", ""] if comparison is None else [comparison.times_fewer(name) for name in ("runs", "seconds")]
-        of_a_run = [seconds / runs for seconds, runs in zip(row.costs("seconds"), row.costs("runs"), strict=True)]
+        of_a_run = [line["seconds"] / line["runs"] for line in row.lines if line["seconds"] is not None]
         costs = [spread(row.costs("runs"), 1), spread(row.costs("seconds"), 0), spread(of_a_run, 0)]
         body.append([row.name, *costs, *fewer, row.ids])
     header = ["method", "runs", "seconds", "seconds of a run", "times fewer runs", "times fewer seconds", "lines"]
@@ -259,7 +259,7 @@ class Comparison:
         pairs = [
             (ours, searched)
             for ours, searched in zip(self.ours.lines, self.search.lines, strict=True)
-            if cost != "seconds" or ours["machine"] == searched["machine"]
+            if cost != "seconds" or (ours["seconds"] is not None and ours["machine"] == searched["machine"])
         ]
         if not pairs:
             return ""
