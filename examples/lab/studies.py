@@ -1,8 +1,8 @@
 """Runs of a study: what each is, what it measures, and the file that holds one line for each.
 
 A line is a JSON object: `id` (the hash of `config`), `config`, `date`, `commit`, `machine`, the cost (`runs`,
-`seconds`, null where it was measured beside other work), the `choice` that was made and the `trials` behind it, the `test` metrics and, of the DE ELBo, what it
-`learned`; with PTYL's prior also the hash of that (`ptyl_prior`).
+`seconds`, null where they were measured beside other work), the `choice` that was made and the `trials` behind it, the
+`test` metrics and, of the DE ELBo, what it `learned`; with PTYL's prior also the hash of that (`ptyl_prior`).
 """
 
 import hashlib
