@@ -1,4 +1,4 @@
-"""What the posterior's doubt is good for: leaving out the answers that are wrong, and telling other images from digits.
+"""What the posterior's doubt is good for: leaving out wrong answers, and telling other images from digits.
 
     python examples/uncertainty.py --data_root data              # data/cifar10, instead of the Hub's
     python examples/uncertainty.py --outside noise inverted      # needs no network
@@ -47,8 +47,8 @@ SCORES = {
 }
 DRAWN = ("mean_max", "average_entropy", "doubt")
 HOW_TO_READ = """\
-Digits, N = 100, 100 steps. AURC: the share of wrong answers among the surest, averaged over how many are kept; lower is
-better, and the share of wrong answers among all is what a score that knows nothing has. AUROC: how well the score tells
+Digits, N = 100, 100 steps. AURC: the share of wrong answers among the surest, averaged over how many are kept; lower
+is better, and a score that knows nothing has the share of wrong answers among all. AUROC: how well the score tells
 other images from test digits; higher is better, 50 knows nothing. *mean*: at the posterior mean; *average*, doubt and
 agreement: of 10 weight samples. Means over training sets, with the lowest and the highest, in percent."""
 
