@@ -15,6 +15,7 @@ from pathlib import Path
 
 import kappa_map
 import swap_test
+import uncertainty
 from lab.figures import plot_accuracy_over_compute, plot_by_method, plot_kappa_map, plot_kappa_sweep
 from lab.reports import (
     AT,
@@ -87,6 +88,8 @@ def write_report(results: Path, readme: Path) -> None:
         parts += ["## Calibrated", HOW_TO_READ_CALIBRATED, calibrated_table(compared)]
     if mapped:
         parts += ["## The map of kappa", kappa_map.HOW_TO_READ, map_figure(mapped, results), kappa_map.table(mapped)]
+    if doubted := [line for line in lines.values() if line["config"].get("what") == "uncertainty"]:
+        parts += ["## What the posterior knows", uncertainty.HOW_TO_READ, uncertainty.table(doubted)]
     write_whole(results / "REPORT.md", "\n\n".join(parts) + "\n")
     put_between_marks(readme, summary(compared))
 

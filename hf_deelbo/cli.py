@@ -1,10 +1,14 @@
 """The command `hf-deelbo`: look at a saved posterior or prior, predict with it, publish it, import one."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from .groups import table_lines
+from .inputs import TEXT_COLUMN, answered_in_batches, listed
 from .sharing.cards import SIGMA_UPDATES_IN_WORDS, has_several_sigmas, name_repository
+from .sharing.files import as_json
 from .sharing.hub import (
     NotSavedError,
     SavedConfig,
@@ -29,20 +35,29 @@ from .sharing.prior_files import PriorConfig
 from .sharing.priors import LowRankPrior
 from .sharing.ptyl import load_architecture, load_ptyl
 from .sharing.reading import LONGEST_REASON, blaming, one_line
-from .temperature import tempered
+from .uncertainty import uncertainty_of
 from .weights.batch_norm import batch_norm_layers
 
 DEFAULT_NUM_SAMPLES = 10
+# as shells have them: 128 + the number of the signal
+INTERRUPTED, PIPE_CLOSED = 130, 141
+EXIT_CODES = "exit codes: 0 done; 1 an error, which is told on stderr; 2 a wrong command line; 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 1 after an error, which it prints."""
+    """Run the command; returns one of `EXIT_CODES`, or 141 if what reads the output went away."""
     arguments = _parser().parse_args(argv)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         for line in arguments.run(arguments):
-            print(line)
+            print(line, flush=True)
+    except BrokenPipeError:
+        # what is left in the buffer would be tried again, and told of, when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"hf-deelbo {arguments.command}: {one_line(str(error), 2 * LONGEST_REASON)}", file=sys.stderr)
         return 1
@@ -52,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def info(arguments: argparse.Namespace) -> Iterator[str]:
     """What a saved posterior or prior is, from its small JSON file alone; a figure of what its layers learned."""
     config = _saved_config(arguments.repo, **_hub_options(arguments))
+    if arguments.json:
+        yield json.dumps(as_json({"what": config.WHAT, **asdict(config)}), allow_nan=False)
+        return
     rows = _posterior_rows(config) if isinstance(config, PosteriorConfig) else _prior_rows(config)
     rows["written with"] = ", ".join(f"{name} {number}" for name, number in config.library_versions.items())
     known = {name: one_line(str(value)) for name, value in rows.items() if value is not None}
@@ -72,34 +90,60 @@ def info(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def predict(arguments: argparse.Namespace) -> Iterator[str]:
-    """Class probabilities of images (or texts), averaged over weight samples, with their spread."""
+    """Class probabilities of images (or texts), also of whole folders (or CSV files), averaged over weight samples."""
     folder, _ = fetch(arguments.repo, PosteriorConfig, **_hub_options(arguments))
     trust = {"trust_remote_code": arguments.trust_remote_code}
     posterior = GaussianPosterior.from_pretrained(
         folder, token=arguments.token, cache_dir=arguments.cache_dir, **trust
     )
-    prepare = _preparation(folder, TASK_OF[auto_class_of(posterior.model)], **trust)
+    task = TASK_OF[auto_class_of(posterior.model)]
+    prepare = _preparation(folder, task, **trust)
     num_samples = _num_samples(posterior, arguments.num_samples)
-    inputs = [(item, prepare(item)) for item in arguments.inputs]  # a bad one is told before the first answer
-    yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
-    for item, prepared in tqdm(inputs, disable=len(inputs) < 2 or not sys.stderr.isatty(), leave=False):
-        with blaming(
-            folder, f"{one_line(item)!r} cannot be predicted", "Check how it is prepared, and --num_samples."
-        ):
-            if num_samples:
-                samples = posterior.sample_proba(prepared, num_samples)[:, 0]
-                probabilities = tempered(samples.mean(0), posterior.temperatures.average)
-            else:
-                probabilities = posterior.predict_proba(prepared)[0]
-        spread = samples.std(0) if num_samples > 1 else None
-        yield item
-        for index in probabilities.topk(min(arguments.top_k, len(probabilities))).indices.tolist():
-            share = f"{probabilities[index]:>11.4f}"
-            spread_of_it = "" if spread is None else f"  {spread[index]:>9.4f}"
-            label = posterior.model.config.id2label.get(index, index)
-            yield f"{share}{spread_of_it}  {one_line(str(label))}"
-    how = f"averaged over {num_samples} weight samples" if num_samples else "at the posterior mean"
-    yield f"({how})"
+    items = listed(arguments.inputs, task, arguments.column)
+    quiet = {"disable": len(items) < 2 or not sys.stderr.isatty(), "leave": False}
+    for item in tqdm(items, desc="Checking", **quiet):
+        prepare(item)  # a bad one is told before the first answer
+    if not arguments.json:
+        yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
+    answer = partial(_answers, folder, posterior, num_samples, arguments.top_k)
+    answers = answered_in_batches(items, prepare, answer)
+    for item, found in tqdm(answers, total=len(items), desc="Predicting", **quiet):
+        if arguments.json:
+            yield json.dumps(as_json({"input": item, **found}), allow_nan=False)
+            continue
+        yield one_line(item)
+        for row in found["predictions"]:
+            spread = "" if row["spread"] is None else f"  {row['spread']:>9.4f}"
+            yield f"{row['probability']:>11.4f}{spread}  {row['label']}"
+    if not arguments.json:
+        how = f"averaged over {num_samples} weight samples" if num_samples else "at the posterior mean"
+        yield f"({how})"
+
+
+def _answers(
+    folder: Path, posterior: GaussianPosterior, num_samples: int, top_k: int, inputs: Mapping[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Of each row of a batch, in plain numbers: the most probable classes by name, and the uncertainty."""
+    known = spread = None
+    with blaming(folder, "the inputs cannot be predicted", "Check how they are prepared, and --num_samples."):
+        if num_samples > 1:
+            samples = posterior.sample_proba(inputs, num_samples)
+            known, spread = uncertainty_of(samples, posterior.temperatures.average), samples.std(0)
+        probabilities = posterior.predict_proba(inputs, num_samples) if known is None else known.probabilities
+    answers = []
+    for index, row in enumerate(probabilities):
+        predictions = [
+            {
+                "label": one_line(str(posterior.model.config.id2label.get(label, label))),
+                "probability": float(row[label]),
+                "spread": None if spread is None else float(spread[index, label]),
+            }
+            for label in row.topk(min(top_k, len(row))).indices.tolist()
+        ]
+        parts = ("total", "data", "doubt", "agreement")
+        uncertainty = None if known is None else {name: float(getattr(known, name)[index]) for name in parts}
+        answers.append({"predictions": predictions, "uncertainty": uncertainty, "num_samples": num_samples})
+    return answers
 
 
 def push(arguments: argparse.Namespace) -> Iterator[str]:
@@ -243,7 +287,8 @@ def _hub_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-deelbo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="hf-deelbo", description=__doc__, epilog=EXIT_CODES)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('hf-deelbo')}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(run: Any, *positional: tuple[str, str], nargs: str | None = None) -> argparse.ArgumentParser:
@@ -259,8 +304,13 @@ def _parser() -> argparse.ArgumentParser:
     cache = {"help": "where downloads are kept"}
     added = command(info, repo)
     added.add_argument("--cache_dir", **cache)
-    added.add_argument("--figure", metavar="FILE.png", help="draw sigma and lambda by depth, and write that here")
-    added = command(predict, repo, ("inputs", "image files, or texts"), nargs="+")
+    instead = added.add_mutually_exclusive_group()
+    instead.add_argument("--figure", metavar="FILE.png", help="draw sigma and lambda by depth, and write that here")
+    instead.add_argument("--json", action="store_true", help="what is known of it as one line of JSON")
+    inputs = ("inputs", "image files or folders of them; texts or CSV files of them")
+    added = command(predict, repo, inputs, nargs="+")
+    added.add_argument("--column", help=f"of CSV files, the column of texts; default is {TEXT_COLUMN}")
+    added.add_argument("--json", action="store_true", help="a line of JSON for each input, with its uncertainty")
     added.add_argument("--cache_dir", **cache)
     added.add_argument("--num_samples", type=int, help="weight samples to average; 0 is the posterior mean")
     added.add_argument("--trust_remote_code", action="store_true", help="let the repository's own code run")

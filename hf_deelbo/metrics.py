@@ -1,6 +1,7 @@
 """How good class probabilities are: accuracy, negative log likelihood, calibration error and Brier score.
 
 Formulas on numbers; `compute_metrics` gives a `Trainer` all four. `evaluate_metrics` has them as `evaluate.Metric`s.
+And how good an uncertainty is: whether the surest answers are the right ones, whether what is strange is less sure.
 """
 
 from collections.abc import Mapping
@@ -152,6 +153,77 @@ def classification_metrics(probabilities: ArrayLike, labels: ArrayLike) -> dict[
     }
 
 
+# ---- Of uncertainties ----------------------------------------------------------------------------------------------
+
+
+def risk_coverage_curve(uncertainties: ArrayLike, losses: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Selective prediction: the mean loss of the k surest examples, over the share that they are, for k = 1 .. n.
+
+        coverage_k = k/n,    risk_k = 1/k sum_{i <= k} l_(i),    u_(1) <= u_(2) <= .. <= u_(n)
+
+    Equal uncertainties do not say which example is first: each of these has the mean of their losses, which is the
+    risk expected of a random order.
+
+    Args:
+        uncertainties: u, n numbers; the larger, the less sure.
+        losses: l, n numbers; 1 for a wrong answer and 0 for a right one makes the risk the share of wrong answers.
+
+    Returns:
+        coverage and risk, n numbers each.
+
+    Example:
+        >>> risk_coverage_curve([0.1, 0.9, 0.5, 0.7], [0, 1, 0, 0])
+        (array([0.25, 0.5 , 0.75, 1.  ]), array([0.  , 0.  , 0.  , 0.25]))
+    """
+    uncertainties, losses = _checked_scores(uncertainties, "uncertainties"), _checked_scores(losses, "losses")
+    if losses.shape != uncertainties.shape:
+        raise ValueError(
+            f"losses: must be one for each of the {len(uncertainties)} uncertainties, got {len(losses)} of them."
+        )
+    _, group, size = np.unique(uncertainties, return_inverse=True, return_counts=True)
+    mean_losses = np.repeat(np.bincount(group, weights=losses) / size, size)
+    count = np.arange(1, len(losses) + 1)
+    return count / len(losses), np.cumsum(mean_losses) / count
+
+
+def area_under_risk_coverage(uncertainties: ArrayLike, losses: ArrayLike) -> float:
+    """AURC, the mean of the risk over all coverages (Geifman et al. 2019); lower is better.
+
+        aurc = 1/n sum_k risk_k
+
+    Uncertainties that tell nothing of the losses have the mean loss, whatever the coverage. See `risk_coverage_curve`.
+
+    Args:
+        uncertainties: n numbers; the larger, the less sure.
+        losses: n numbers; 1 for a wrong answer and 0 for a right one.
+
+    Example:
+        >>> area_under_risk_coverage([0.1, 0.9, 0.5, 0.7], [0, 1, 0, 0])
+        0.0625
+    """
+    return float(np.mean(risk_coverage_curve(uncertainties, losses)[1]))
+
+
+def out_of_distribution_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
+    """How well uncertainties tell a second dataset from the first: 1 if always, 0.5 if they know nothing of it.
+
+        auroc = 1/(n m) sum_ij ( [ v_j > u_i ] + 1/2 [ v_j = u_i ] )
+
+    the chance that an example from outside is less sure than one from inside, which is the area under the ROC curve.
+
+    Args:
+        inside: u, uncertainties of n examples of the kind that was learned from; the larger, the less sure.
+        outside: v, the same of m examples of another kind.
+
+    Example:
+        >>> out_of_distribution_auroc(inside=[0.1, 0.2, 0.3], outside=[0.3, 0.4])
+        0.9166666666666666
+    """
+    inside, outside = np.sort(_checked_scores(inside, "inside")), _checked_scores(outside, "outside")
+    below, not_above = (np.searchsorted(inside, outside, side=side) for side in ("left", "right"))
+    return float((below + not_above).sum() / (2 * len(inside) * len(outside)))
+
+
 # ---- From logits ----------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +324,21 @@ def _check_probabilities(rows: np.ndarray, name: str) -> None:
             f"{name}: each row must sum to 1, row {off.argmax()} sums to {sums[off][0]}; pass probabilities, not "
             "logits (`probabilities_of` converts them)."
         )
+
+
+def _checked_scores(scores: ArrayLike, name: str) -> np.ndarray:
+    """As an array of one number for each example; `inf` has a place in an order, what is no number has none."""
+    try:
+        scores = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: must be one number for each example; {error}") from None
+    if scores.ndim != 1 or len(scores) == 0:
+        raise ValueError(
+            f"{name}: must be one number for each example, and one at least, got the shape {scores.shape}."
+        )
+    if np.isnan(scores).any():
+        raise ValueError(f"{name}: must be numbers, got nan in row {np.isnan(scores).argmax()}; check what made them.")
+    return scores
 
 
 def check_num_bins(num_bins: int) -> None:

@@ -1,4 +1,4 @@
-"""Figures of a run: what was learned over the steps, calibration, and the ELBo beside the DE ELBo.
+"""Figures of a run: what was learned over the steps, calibration, uncertainty, and the ELBo beside the DE ELBo.
 
 It needs matplotlib, but no display: every function makes a `Figure` of its own and leaves pyplot's state alone.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from .metrics import confidence_bins
+from .metrics import confidence_bins, out_of_distribution_auroc, risk_coverage_curve
 from .objective import (
     DEELBo,
     default_kappa,
@@ -242,6 +242,94 @@ def _checked_predictions(probabilities: ArrayLike, labels: ArrayLike) -> tuple[n
     if labels.min() < 0 or labels.max() >= probabilities.shape[1]:
         raise ValueError(f"labels: must be class indices from 0 to {probabilities.shape[1] - 1}.")
     return probabilities, labels
+
+
+# ---- Uncertainty ---------------------------------------------------------------------------------------------------
+
+
+def plot_risk_coverage(scores: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
+    """What is gained by answering only where one is sure: the mean loss over the share of examples that are kept.
+
+    The legend tells the area under each curve, AURC. A curve that rises from left to right knows where it errs.
+
+    Args:
+        scores: for each name, uncertainties and losses of some examples, as `metrics.risk_coverage_curve` takes them.
+
+    Example:
+        >>> figure = plot_risk_coverage({"doubt": ([0.1, 0.9, 0.5, 0.7], [0, 1, 0, 0])})
+        >>> figure.axes[0].lines[0].get_label()
+        'doubt, AURC 0.0625'
+    """
+    if not scores:
+        raise ValueError("scores: there are none; give at least one name with its uncertainties and losses.")
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, (uncertainties, losses)), style in zip(scores.items(), cycle(STYLES), strict=False):
+        coverage, risk = risk_coverage_curve(uncertainties, losses)
+        axes.plot(coverage, risk, **style, markevery=[-1], clip_on=False, label=f"{name}, AURC {risk.mean():.4f}")
+    axes.set(xlim=(0, 1), ylim=(0, None))
+    describe_axes(axes, "coverage, the share of examples that are answered", "risk, the mean loss of these")
+    axes.legend(**ABOVE)
+    return laid_out(figure)
+
+
+def plot_out_of_distribution(
+    inside: ArrayLike, outside: ArrayLike | Mapping[str, ArrayLike], score: str = "doubt", num_bins: int = 30
+) -> Figure:
+    """Whether an uncertainty tells other examples from those of the kind that was learned from.
+
+    Left how it is distributed among either, right the ROC curves: over the share of those inside above a threshold,
+    the share of those outside. The legend tells the area under each, `metrics.out_of_distribution_auroc`.
+
+    Args:
+        inside: the uncertainty of each example of the kind that was learned from.
+        outside: the same of another kind, or of several by name.
+        score: what the uncertainty is.
+        num_bins: of the left panel.
+
+    Example:
+        >>> figure = plot_out_of_distribution([0.1, 0.2, 0.3], {"noise": [0.3, 0.4]})
+        >>> [line.get_label() for line in figure.axes[1].lines]
+        ['chance', 'noise, AUROC 0.917']
+    """
+    named = outside if isinstance(outside, Mapping) else {"outside": outside}
+    if not named:
+        raise ValueError("outside: there are none; give the uncertainties of at least one other kind.")
+    if num_bins < 1:
+        raise ValueError(f"num_bins: must be at least 1, got {num_bins}.")
+    # first, as they refuse what is no uncertainty
+    aurocs = {name: out_of_distribution_auroc(inside, values) for name, values in named.items()}
+    inside, named = np.asarray(inside, float), {name: np.asarray(values, float) for name, values in named.items()}
+    everything = np.concatenate([inside, *named.values()])
+    if not np.isfinite(everything).all():
+        raise ValueError("inside, outside: a histogram has no place for infinite uncertainties; leave them out.")
+    edges = np.histogram_bin_edges(everything, num_bins)
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    right.plot([0, 1], [0, 1], color="0.4", linewidth=1, label="chance")
+    for (name, values), style in zip({"inside": inside, **named}.items(), cycle(STYLES), strict=False):
+        share = np.histogram(values, edges)[0] / len(values)
+        # The share of [a, b) is given at b, and drawn back to a
+        left.plot(edges, [0, *share], **(style | {"marker": ""}), drawstyle="steps-pre", label=name)
+        left.fill_between(edges, [0, *share], step="pre", color=style["color"], alpha=0.15, linewidth=0)
+        if name in aurocs:
+            false_alarms, found = _roc(inside, values)
+            label = f"{name}, AUROC {aurocs[name]:.3f}"
+            right.plot(false_alarms, found, **(style | {"marker": ""}), clip_on=False, label=label)
+    left.set_ylim(bottom=0)
+    right.set(xlim=(0, 1), ylim=(0, 1))
+    describe_axes(left, score, "share of examples")
+    describe_axes(right, "share of inside above a threshold", "share of outside above it")
+    for axes in (left, right):
+        axes.legend(**ABOVE)
+    return laid_out(figure)
+
+
+def _roc(inside: np.ndarray, outside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The shares of both at or above each threshold, from none to all."""
+    thresholds = np.unique(np.concatenate([inside, outside]))[::-1]
+    shares = [1 - np.searchsorted(np.sort(of), thresholds, side="left") / len(of) for of in (inside, outside)]
+    return tuple(np.concatenate([[0.0], share]) for share in shares)
 
 
 # ---- ELBo and DE ELBo ----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from .objective import (
 )
 from .priors import GaussianPrior, IsotropicPrior, prior_from, wide_dtype
 from .temperature import Temperatures, fit_temperature, log_of, tempered
+from .uncertainty import Uncertainty, uncertainty_of
 from .weights.batch_norm import Statistics, as_it_is, batch_norm_layers, compute_statistics, ways_between
 from .weights.blocks import (
     Block,
@@ -517,7 +518,7 @@ class Posterior:
     def sample_proba(self, inputs: Mapping[str, Any], num_samples: int) -> torch.Tensor:
         """The class probabilities of each of the weight samples 0 .. S - 1, stacked: S x examples x classes.
 
-        Their average is `predict_proba`; their spread tells how much the posterior is of one mind.
+        Their average is `predict_proba`; what they differ by is the doubt in `uncertainty`.
         """
         _check_count("num_samples", num_samples)
         self._check_statistics(range(num_samples))
@@ -534,6 +535,31 @@ class Posterior:
             finally:
                 self._put_back()
         return torch.stack(samples)
+
+    def uncertainty(self, inputs: Mapping[str, Any], num_samples: int = 10) -> Uncertainty:
+        """The averaged probabilities, how unsure they are, and how much of that is doubt; from one set of samples.
+
+            H[p] = 1/S sum_s H[p_s] + doubt,    p = 1/S sum_s p_s
+
+        see `uncertainty_of`, which also has the formula once `calibrate` was called.
+
+        Args:
+            inputs: keyword arguments of the model, which is put in eval mode for the call.
+            num_samples: S, at least 2.
+
+        Example:
+            >>> posterior = Posterior(nn.Linear(2, 3), ["weight", "bias"], init_sigma=0.5, num_examples=10)
+            >>> found = posterior.uncertainty({"input": torch.randn(5, 2)})
+            >>> torch.equal(found.total, found.data + found.doubt)
+            True
+        """
+        _check_count("num_samples", num_samples)
+        if num_samples < 2:
+            raise ValueError(
+                f"num_samples: doubt is what weight samples differ by; take at least 2, got {num_samples}. "
+                "`predict_proba` gives probabilities of the mean, or of one sample."
+            )
+        return uncertainty_of(self.sample_proba(inputs, num_samples), self.temperatures.average)
 
     @torch.no_grad()
     @at_the_mean

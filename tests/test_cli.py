@@ -1,6 +1,8 @@
 import json
 import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     ViTImageProcessor,
 )
 
+import hf_deelbo
 from hf_deelbo import GaussianPosterior, LowRankPrior
 from hf_deelbo.cli import main
 from hf_deelbo.sharing.ptyl import load_architecture
@@ -189,15 +192,127 @@ def test_a_calibrated_posterior_is_told_of_and_predicts_as_such(posterior, tmp_p
 
 
 def test_predict_texts(tmp_path, capsys):
-    model = make_model("bert")
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
-    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=16)
-    posterior = GaussianPosterior(model, ["classifier.weight", "classifier.bias"], init_sigma=0.2)
-    posterior.save_pretrained(tmp_path / "posterior", tokenizer)
-    assert main(["predict", str(tmp_path / "posterior"), "good good bad"]) == 0
+    folder, posterior, tokenizer = save_texts(tmp_path)
+    assert main(["predict", folder, "good good bad"]) == 0
     printed = capsys.readouterr().out
     expected = posterior.predict_proba(tokenizer("good good bad", return_tensors="pt"), num_samples=10)
     assert f"{expected.max().item():.4f}" in printed
+
+
+def save_texts(tmp_path) -> tuple[str, GaussianPosterior, BertTokenizerFast]:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=16)
+    posterior = GaussianPosterior(make_model("bert"), ["classifier.weight", "classifier.bias"], init_sigma=0.2)
+    posterior.save_pretrained(tmp_path / "posterior", tokenizer)
+    return str(tmp_path / "posterior"), posterior, tokenizer
+
+
+def test_predict_a_csv_of_texts(tmp_path, capsys):
+    folder, posterior, tokenizer = save_texts(tmp_path)
+    texts = ["good", "bad bad", "good\nbad", "bad", "good good good"]
+    rows = "".join(f'{index},"{text}"\n' for index, text in enumerate(texts))
+    (tmp_path / "rows.csv").write_text(f"id,review\n{rows}")
+    command = ["predict", folder, str(tmp_path / "rows.csv"), "--column", "review", "--num_samples", "3"]
+    assert main([*command, "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["input"] for answer in answers] == texts
+    for text, answer in zip(texts, answers, strict=True):
+        found = posterior.uncertainty(tokenizer(text, return_tensors="pt"), num_samples=3)
+        shares = {row["label"]: row["probability"] for row in answer["predictions"]}
+        names = posterior.model.config.id2label
+        expected = {names[index]: share for index, share in enumerate(found.probabilities[0].tolist())}
+        assert shares == pytest.approx(expected, abs=1e-6)
+        for name in ("total", "data", "doubt", "agreement"):
+            assert answer["uncertainty"][name] == pytest.approx(getattr(found, name).item(), abs=1e-6)
+    assert main(command) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + len(texts) * (1 + len(names))
+    assert "good bad" in printed  # a line break of a text is none of the output
+    assert main(command[:3]) == 1
+    assert "no column 'text'; its columns are 'id', 'review'" in capsys.readouterr().err
+
+
+def test_predict_a_folder_of_images_as_each_by_itself(folder, posterior, tmp_path, capsys):
+    paths = []
+    for index in range(3):
+        path = tmp_path / "images" / f"{index}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.effect_noise((20 + index, 30), 90).save(path)
+        paths.append(str(path))
+    assert main(["predict", folder, str(tmp_path / "images"), "--json", "--top_k", "2"]) == 0
+    together = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["input"] for answer in together] == paths
+    processor = ViTImageProcessor(size={"height": 16, "width": 16})
+    for answer in together:
+        pixels = processor(Image.open(answer["input"]).convert("RGB"), return_tensors="pt")
+        found = posterior.uncertainty(pixels, num_samples=4)
+        best = found.probabilities[0].topk(2)
+        assert [row["probability"] for row in answer["predictions"]] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [row["label"] for row in answer["predictions"]] == [
+            posterior.model.config.id2label[index] for index in best.indices.tolist()
+        ]
+        spread = posterior.sample_proba(pixels, 4)[:, 0].std(0)[best.indices]
+        assert [row["spread"] for row in answer["predictions"]] == pytest.approx(spread.tolist(), abs=1e-5)
+        assert answer["uncertainty"]["doubt"] == pytest.approx(found.doubt.item(), abs=1e-5)
+        assert answer["num_samples"] == 4
+    (tmp_path / "images" / "2.png").write_bytes(b"no image")
+    assert main(["predict", folder, str(tmp_path / "images"), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert "2.png' cannot be read as an image" in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(("num_samples", "has_spread"), [(0, False), (1, False), (2, True)])
+def test_json_without_doubt(folder, image, capsys, num_samples, has_spread):
+    assert main(["predict", folder, image, "--json", "--num_samples", str(num_samples)]) == 0
+    [answer] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert answer["num_samples"] == num_samples
+    assert (answer["uncertainty"] is not None) == has_spread
+    assert all((row["spread"] is not None) == has_spread for row in answer["predictions"])
+    assert sum(row["probability"] for row in answer["predictions"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_info_as_json(folder, posterior, capsys):
+    assert main(["info", folder, "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["what"] == "posterior"
+    saved = json.loads(Path(folder, "posterior_config.json").read_text())
+    assert {name: found[name] for name in saved if name in found} == saved
+    assert found["sigma"] == pytest.approx(float(posterior.sigma))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"hf-deelbo {hf_deelbo.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["unknown"], ["info"], ["info", "x", "--json", "--figure", "y.png"]])
+def test_a_wrong_command_line_is_2(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+
+
+def test_an_interrupt_is_130_and_tells_no_traceback(folder, image, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GaussianPosterior, "sample_proba", interrupt)
+    assert main(["predict", folder, image]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_went_away_is_141_and_tells_nothing(folder, monkeypatch, capfd):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["info", folder]) == 141
+        pipe.flush()  # as Python does when it ends
+    assert capfd.readouterr().err == ""
 
 
 def test_push_then_info_from_the_hub(folder, loopback_hub, monkeypatch, capsys):

@@ -1,3 +1,4 @@
+import itertools
 import math
 import os
 import socket
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_dataset
-from sklearn.metrics import balanced_accuracy_score, log_loss
+from scipy.stats import mannwhitneyu
+from sklearn.metrics import balanced_accuracy_score, log_loss, roc_auc_score
 from transformers import EvalPrediction
 
 from hf_deelbo.evaluate_metrics import (
@@ -20,13 +22,16 @@ from hf_deelbo.evaluate_metrics import (
     NegativeLogLikelihood,
 )
 from hf_deelbo.metrics import (
+    area_under_risk_coverage,
     brier_score,
     class_averaged_accuracy,
     classification_metrics,
     compute_metrics,
     expected_calibration_error,
     negative_log_likelihood,
+    out_of_distribution_auroc,
     probabilities_of,
+    risk_coverage_curve,
 )
 
 METRICS = {
@@ -375,3 +380,85 @@ class TestLogits:
         for name, value in compute_metrics(EvalPrediction(logits, labels)).items():
             assert type(value) is float
             assert metrics[f"eval_{name}"] == value
+
+
+class TestSelectivePrediction:
+    def test_a_small_problem_is_as_by_hand(self):
+        coverage, risk = risk_coverage_curve([0.3, 0.1, 0.9, 0.2], [1, 0, 1, 0])  # sorted: 0, 0, 1, 1
+        np.testing.assert_allclose(coverage, [0.25, 0.5, 0.75, 1.0])
+        np.testing.assert_allclose(risk, [0, 0, 1 / 3, 1 / 2])
+        assert area_under_risk_coverage([0.3, 0.1, 0.9, 0.2], [1, 0, 1, 0]) == exactly((1 / 3 + 1 / 2) / 4)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_ties_have_the_risk_that_is_expected_of_a_random_order(self, seed):
+        generator = np.random.default_rng(seed)
+        uncertainties, losses = generator.integers(0, 3, 6), generator.random(6)
+        orders = [o for o in itertools.permutations(range(6)) if np.all(np.diff(uncertainties[list(o)]) >= 0)]
+        assert len(orders) > 1
+        risks = [[losses[list(order[:k])].mean() for k in range(1, 7)] for order in orders]
+        np.testing.assert_allclose(risk_coverage_curve(uncertainties, losses)[1], np.mean(risks, axis=0), rtol=1e-12)
+        assert area_under_risk_coverage(uncertainties, losses) == exactly(np.mean(risks))
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_the_order_of_the_examples_is_no_matter(self, seed):
+        generator = np.random.default_rng(seed)
+        uncertainties, losses = generator.integers(0, 20, 200), generator.integers(0, 2, 200)
+        order = generator.permutation(200)
+        expected = area_under_risk_coverage(uncertainties, losses)
+        assert area_under_risk_coverage(uncertainties[order], losses[order]) == exactly(expected)
+        assert area_under_risk_coverage(np.exp(uncertainties), losses) == exactly(expected)
+
+    def test_what_knows_nothing_has_the_mean_loss_and_what_knows_all_less(self):
+        losses = np.repeat([0.0, 1.0], [80, 20])
+        assert area_under_risk_coverage(np.zeros(100), losses) == exactly(0.2)
+        best = sum(max(0, k - 80) / k for k in range(1, 101)) / 100
+        assert area_under_risk_coverage(losses, losses) == exactly(best)
+        assert area_under_risk_coverage(-losses, losses) > 0.2
+
+    @pytest.mark.parametrize(
+        ("uncertainties", "losses", "message"),
+        [
+            ([], [], r"uncertainties: .*one at least, got the shape \(0,\)"),
+            ([[0.1], [0.2]], [0, 1], r"uncertainties: .*one number for each example.* \(2, 1\)"),
+            ([0.1, math.nan], [0, 1], "uncertainties: .*nan in row 1"),
+            ([0.1, 0.2], [math.nan, 1], "losses: .*nan in row 0"),
+            ([0.1, 0.2], [0, 1, 1], "losses: must be one for each of the 2 uncertainties, got 3"),
+            (["sure", "unsure"], [0, 1], "uncertainties: must be one number for each example"),
+            ([[0.1], [0.2, 0.3]], [0, 1], "uncertainties: must be one number for each example"),
+        ],
+    )
+    def test_bad_input(self, uncertainties, losses, message):
+        with pytest.raises(ValueError, match=message):
+            area_under_risk_coverage(uncertainties, losses)
+
+
+class TestOutOfDistribution:
+    @pytest.mark.parametrize("levels", [2, 10, 10**9])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_auroc_is_that_of_scikit_learn_and_of_scipys_rank_test(self, levels, seed):
+        generator = np.random.default_rng(seed)
+        inside, outside = generator.integers(0, levels, 150), generator.integers(0, 2 * levels, 70)
+        found = out_of_distribution_auroc(inside, outside)
+        labels = np.repeat([0, 1], [150, 70])
+        assert found == exactly(roc_auc_score(labels, np.concatenate([inside, outside])))
+        assert found == exactly(mannwhitneyu(outside, inside).statistic / (150 * 70))
+        assert out_of_distribution_auroc(outside, inside) == exactly(1 - found)
+
+    def test_by_hand(self):
+        # of the six pairs the outside is above in four, and as high in one
+        assert out_of_distribution_auroc([1, 2, 3], [3, 2.5]) == exactly((2 + 1 / 2 + 2) / 6)
+        assert out_of_distribution_auroc([1, 2], [math.inf]) == 1.0
+        assert out_of_distribution_auroc([0.5] * 3, [0.5] * 4) == 0.5
+
+    @pytest.mark.parametrize(
+        ("inside", "outside", "message"),
+        [
+            ([], [0.1], "inside: .*one at least"),
+            ([0.1], [], "outside: .*one at least"),
+            ([0.1], [math.nan], "outside: .*nan in row 0"),
+            ([[0.1]], [0.1], r"inside: .*the shape \(1, 1\)"),
+        ],
+    )
+    def test_bad_input(self, inside, outside, message):
+        with pytest.raises(ValueError, match=message):
+            out_of_distribution_auroc(inside, outside)

@@ -13,6 +13,7 @@ import torch
 from conftest import make_model
 from matplotlib.axes import Axes
 from PIL import Image
+from sklearn.metrics import roc_curve
 from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
@@ -22,7 +23,9 @@ from hf_deelbo.plots import (
     PriorFit,
     plot_elbo_comparison,
     plot_groups,
+    plot_out_of_distribution,
     plot_reliability,
+    plot_risk_coverage,
     plot_training_curves,
     save_figure,
 )
@@ -285,6 +288,62 @@ def test_reliability_needs_a_bin():
         plot_reliability(two_classes(0.9), [0], num_bins=0)
 
 
+# ---- Uncertainty ---------------------------------------------------------------------------------------------------
+
+
+def test_risk_coverage_by_hand():
+    figure = plot_risk_coverage({"doubt": ([0.3, 0.1, 0.9, 0.2], [1, 0, 1, 0]), "entropy": ([1, 1], [0, 1])})
+    curves = drawn(figure.axes[0])
+    assert list(curves) == ["doubt, AURC 0.2083", "entropy, AURC 0.5000"]
+    assert curves["doubt, AURC 0.2083"] == ([0.25, 0.5, 0.75, 1.0], pytest.approx([0, 0, 1 / 3, 1 / 2]))
+    assert curves["entropy, AURC 0.5000"] == ([0.5, 1.0], [0.5, 0.5])
+
+
+@pytest.mark.parametrize("levels", [4, 10**6])
+def test_roc_curves_are_those_of_scikit_learn(levels):
+    generator = np.random.default_rng(0)
+    inside = generator.integers(0, levels, 60)
+    outside = {"near": generator.integers(0, levels, 40), "far": generator.integers(levels // 2, 2 * levels, 50)}
+    shares, curves = map(drawn, plot_out_of_distribution(inside, outside, "doubt", num_bins=5).axes)
+    assert [label.split(",")[0] for label in curves] == ["chance", *outside]
+    for name, values in outside.items():
+        labels, scores = np.repeat([0, 1], [60, len(values)]), np.concatenate([inside, values])
+        expected = roc_curve(labels, scores, drop_intermediate=False)[:2]
+        [curve] = [curve for label, curve in curves.items() if label.startswith(name)]
+        np.testing.assert_allclose(curve, expected, atol=1e-12)
+    assert list(shares) == ["inside", "near", "far"]
+    for edges, share in shares.values():
+        assert share[0] == 0
+        assert sum(share) == pytest.approx(1)
+        assert (edges[0], edges[-1]) == (
+            min(inside.min(), outside["near"].min()),
+            outside["far"].max(),
+        )
+
+
+def test_one_other_kind_needs_no_name():
+    left, right = plot_out_of_distribution([0.1, 0.2], [0.3, 0.4], "entropy").axes
+    assert list(drawn(left)) == ["inside", "outside"]
+    assert list(drawn(right)) == ["chance", "outside, AUROC 1.000"]
+    assert left.get_xlabel() == "entropy"
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot_risk_coverage({}), "scores: there are none"),
+        (lambda: plot_risk_coverage({"doubt": ([], [])}), "uncertainties: .*one at least"),
+        (lambda: plot_out_of_distribution([0.1], {}), "outside: there are none"),
+        (lambda: plot_out_of_distribution([0.1], [math.nan]), "outside: .*nan in row 0"),
+        (lambda: plot_out_of_distribution([math.inf], [0.1]), "inside, outside: .*infinite"),
+        (lambda: plot_out_of_distribution([0.1], [0.1], num_bins=0), "num_bins: must be at least 1, got 0"),
+    ],
+)
+def test_figures_of_uncertainties_refuse_bad_input(draw, message):
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
 # ---- ELBo and DE ELBo ----------------------------------------------------------------------------------------------
 
 SIGMA, NUM_EXAMPLES, NLL = 0.3, 4, 0.7
@@ -494,8 +553,10 @@ def test_json_of_a_comparison_has_titles_and_full_precision(tmp_path):
         lambda: plot_reliability(two_classes(0.7, 0.9), [0, 1]),
         lambda: plot_elbo_comparison(simple_and_close()),
         lambda: plot_groups(group_rows(5)),
+        lambda: plot_risk_coverage({"doubt": ([0.1, 0.3, 0.2], [0, 1, 0])}),
+        lambda: plot_out_of_distribution([0.1, 0.3, 0.2], {"noise": [0.3, 0.7]}),
     ],
-    ids=["training", "reliability", "elbo", "groups"],
+    ids=["training", "reliability", "elbo", "groups", "risk", "outside"],
 )
 def test_the_same_figure_gives_the_same_bytes(draw, tmp_path):
     figure = draw()

@@ -324,6 +324,22 @@ class TestReport:
         assert (drawn["mean"]["x"], drawn["mean"]["y"]) == ([0.1, 1.0], [0.4, 0.3])
         assert (drawn["gamma"]["x"], drawn["gamma"]["y"]) == ([0.2], [0.35])
 
+    def test_doubt_has_a_table_of_its_own(self, script, folder):
+        before = self.report(script, folder)["results/REPORT.md"].decode()
+        lines = []
+        for seed, aurc, auroc in ((1001, 0.02, 0.9), (2001, 0.04, 0.7)):
+            scores = dict.fromkeys(script.uncertainty.SCORES, aurc)
+            config = {"what": "uncertainty", "subset_seed": seed, "trainer": "deelbo"}
+            wrong = {"mean": 0.1, "average": 0.08}
+            found = {"aurc": scores, "auroc": {"noise": dict.fromkeys(scores, auroc)}, "wrong": wrong}
+            lines.append(json.dumps({"id": str(seed), "config": config, **found}))
+        (folder / "results" / "uncertainty.jsonl").write_text("\n".join(lines))
+        report = self.report(script, folder)["results/REPORT.md"].decode()
+        assert report.startswith(before.rstrip())
+        added = report[len(before.rstrip()) :]
+        assert "| doubt (mutual information) | 3.00 (2.00-4.00) | 80.0 (70.0-90.0) |" in added
+        assert "10.00 mean, 8.00 average" in added
+
     def test_figures_hold_the_numbers(self, script, folder):
         self.report(script, folder)
         (path,) = (folder / "results" / "figures").glob("compute_*.json")
