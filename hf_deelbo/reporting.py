@@ -1,5 +1,6 @@
 """What a person reads while runs are trained: lines, and one bar over the steps of all of them."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ SILENCE = 30.0
 class Report(TrainerCallback):
     """Lines on how some runs go on and, on a terminal, one bar over the steps of all of them.
 
-    `selection.select(..., report=Report())` has both. `Trainer`'s own bars and logs go on beside it; `disable_tqdm=True`
-    and `trainer.remove_callback(PrinterCallback)` keep them away. Of several processes only the first reports.
+    `selection.select(..., report=Report())` has both. `Trainer`'s own bars and logs go on beside it, unless its
+    `disable_tqdm` is true and `PrinterCallback` is removed from it. Of several processes only the first reports.
 
     Runs of your own are reported too: tell how many steps there will be, and give it to each trainer as a callback.
 
@@ -36,7 +37,7 @@ class Report(TrainerCallback):
     """
 
     def __init__(self, write: Callable[[str], None] | None = None, bar: bool | None = None):
-        self.write = tqdm.write if write is None else write
+        self.write = _print if write is None else write
         self._wants_bar, self._bar = bar, None
         self.total, self.done = 0, 0
         self._made, self._start, self._last_said = 0, time.perf_counter(), time.perf_counter()
@@ -47,16 +48,20 @@ class Report(TrainerCallback):
         self.total += steps
         self._show()
 
+    def begin(self, what: str, done: int) -> None:
+        """A run begins after so many of the steps, whoever made those before it."""
+        self._what, self._value, self.done = what, "", done
+        self._show()
+        if done >= self.total:
+            self.close()
+
     @contextmanager
     def part(self, what: str, steps: int) -> Iterator[None]:
-        """A run of so many of the steps; those that it does not make, as it diverged or made them before, are skipped."""
-        self._what, self._value, end = what, "", self.done + steps
-        self._show()
+        """A run of so many of the steps; what it does not make of them, as it diverged or was known, is skipped."""
+        end = self.done + steps
+        self.begin(what, self.done)
         yield
-        self.done = end
-        self._show()
-        if self.done >= self.total:
-            self.close()
+        self.begin(what, end)
 
     def say(self, line: str) -> None:
         """A line."""
@@ -131,6 +136,11 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60} min {seconds % 60:02d} s"
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+def _print(line: str) -> None:
+    tqdm.write(line)
+    sys.stdout.flush()  # into a pipe it would be kept back for long
 
 
 def _is_another_process() -> bool:

@@ -409,11 +409,19 @@ class _Session:
         return value if math.isfinite(value) else -math.inf
 
 
+def planned_runs(trainer: DEELBoTrainer, num_rates: int, max_steps: int, method: str = "halving") -> float:
+    """What a choice among so many rates will cost, in full runs of `max_steps`, with trainers like this one."""
+    return halving_runs(num_rates, max_steps, _warmup_steps(trainer)) if method == "halving" else float(num_rates)
+
+
 def _num_steps(trainer: DEELBoTrainer) -> tuple[int, int]:
     """Those of a whole training, and those in which the KL's weight grows."""
     max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
-    warmup_examples = trainer.args.kl_warmup_epochs * trainer.posterior.num_examples
-    return max_steps, math.ceil(warmup_examples / examples_of_a_step(trainer.args))
+    return max_steps, _warmup_steps(trainer)
+
+
+def _warmup_steps(trainer: DEELBoTrainer) -> int:
+    return math.ceil(trainer.args.kl_warmup_epochs * trainer.posterior.num_examples / examples_of_a_step(trainer.args))
 
 
 def _a_fifth(trainer: DEELBoTrainer) -> list[int]:
