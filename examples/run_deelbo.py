@@ -267,14 +267,12 @@ def main() -> None:
 
 def carry_out(run: Run) -> None:
     """Train, choose, compare and write."""
-    say, num_test = run.report.say, len(run.task.test)
-    say(
-        f"Learning from {len(run.task.train):,} examples of {len(run.task.class_names)} classes, tested on {num_test:,}."
-    )
+    say, task = run.report.say, run.task
+    say(f"Learning from {len(task.train)} examples of {len(task.class_names)} classes.")
     run.expect_others()
     try:
         trainer, selection = run.select()
-        say("Testing what was learned.")
+        say(f"Testing on {len(task.test)} other examples.")
         results = {"DE ELBo": Result.of(trainer, run.options.num_average_samples)}
         rows = [*run.others(), *results["DE ELBo"].rows(selection)]
         if run.options.compare_elbo:
