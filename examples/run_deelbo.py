@@ -255,7 +255,8 @@ class Result:
 
 def main() -> None:
     """Run."""
-    arguments = parse(sys.argv[1:])
+    with quiet_libraries():
+        arguments = parse(sys.argv[1:])
     _, _, options, _ = arguments
     with nullcontext() if options.verbose else quiet_libraries():
         run = Run(arguments)

@@ -332,7 +332,7 @@ def channel_statistics(dataset: datasets.Dataset, image_column: str, disable_tqd
     """
     count, first, second = 0, np.zeros(3), np.zeros(3)
     rows = dataset.with_format(None).select_columns(image_column)
-    for index, row in enumerate(tqdm(rows, desc="Channel statistics", disable=disable_tqdm, leave=False)):
+    for index, row in enumerate(tqdm(rows, desc="Channel statistics", disable=disable_tqdm or None, leave=False)):
         pixels = np.asarray(decode_image(row[image_column], f"Image {index}"), dtype=np.float64).reshape(-1, 3) / 255
         count += len(pixels)
         first += pixels.sum(0)
@@ -347,7 +347,7 @@ def channel_statistics(dataset: datasets.Dataset, image_column: str, disable_tqd
 def check_images(dataset: datasets.Dataset, image_column: str, disable_tqdm: bool = False) -> None:
     """Read every image once, so that a broken one is named before any training."""
     rows = dataset.with_format(None).select_columns(image_column)
-    for index, row in enumerate(tqdm(rows, desc="Checking test images", disable=disable_tqdm, leave=False)):
+    for index, row in enumerate(tqdm(rows, desc="Checking test images", disable=disable_tqdm or None, leave=False)):
         decode_image(row[image_column], f"Test image {index}")
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import datasets
 import yaml
+from huggingface_hub.utils import enable_progress_bars
 from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -344,11 +346,17 @@ def quiet(trainer: Trainer) -> Any:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Without bars on files that are written or read, and warnings that tell the reader of a script nothing."""
+    """Without the warnings and bars of libraries that tell the reader of a script nothing.
+
+    Downloads have their bars on a terminal.
+    """
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # that the head is new, among others
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    logging.disable_progress_bar()  # of weights that are read and written, and the Hub's
+    if sys.stderr.isatty():
+        enable_progress_bars()
+    else:
+        datasets.disable_progress_bars()
     try:
         # batches of the paper's 128 are asked for whatever the size of the training set
         with without_warning("hf_deelbo.trainer", "The training set is smaller than a batch"):
