@@ -77,12 +77,13 @@ PRESETS = {
     }
 }
 # the embedded demonstration: small images, for two cores, and steps until it comes to rest; a mirrored digit is no
-# digit
+# digit. It is `DIGITS` of study.py, whose grid search is recorded
 DEMO = {
     "horizontal_flip": False,
     "logging_steps": 5,
     "train_size": 100,
     "image_size": 32,
+    "cache_images": True,
     "max_steps": 100,
     "num_elbo_samples": 3,
     "num_average_samples": 5,

@@ -119,7 +119,7 @@ class Report(TrainerCallback):
             self._bar = bar
         self._bar.total, self._bar.n = self.total, self.done
         self._bar.set_description_str(f"{self._what}{self._value}", refresh=False)
-        self._bar.postfix = self.left()  # `set_postfix_str` would put a comma before it
+        self._bar.set_postfix_str(self.left().removeprefix("; "), refresh=False)
         self._bar.refresh()
 
 
@@ -127,14 +127,16 @@ def duration(seconds: float) -> str:
     """As a person says it.
 
     Example:
-        >>> duration(8.4), duration(110), duration(7500)
-        ('8 s', '1 min 50 s', '2 h 05 min')
+        >>> duration(8.4), duration(110), duration(1830), duration(7500)
+        ('8 s', '1 min 50 s', '30 min', '2 h 05 min')
     """
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
-    if seconds < 3600:
+    if seconds < 600:
         return f"{seconds // 60} min {seconds % 60:02d} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min"
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 

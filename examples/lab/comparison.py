@@ -185,6 +185,8 @@ def recorded_grid_search(task: Task, config: DEELBoConfig) -> Row | None:
         "steps": config.max_steps,
         "seed": config.seed,
     }
+    if not data.cache_images:
+        return None  # other random crops
     protocol = ("optim", "optim_args", "lr_scheduler_type", "per_device_train_batch_size")
     if any(getattr(config, name) != PAPER[name] for name in protocol):
         return None

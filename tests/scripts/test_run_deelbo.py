@@ -236,7 +236,7 @@ class TestRuns:
         out, err = capsys.readouterr()
         what_is_done, _, table = out.partition("Testing on")
         number = r"-?\d+\.\d{4}"
-        left = r"(; about \d+ s left)"
+        left = r"; about [\dhmins ]+ left"
         expected = [
             r"Learning from 15 examples of 3 classes\.",
             r"Training with 2 learning rates, half of those left are dropped after 10 steps: 30 steps, and 20 to "
