@@ -158,7 +158,7 @@ class Run(ScriptRun):
         args = replace(self.config, output_dir=output_dir, learning_rate=learning_rate, push_to_hub=False, **changes)
         model = self.task.load_model(args.seed)
         trainer = DEELBoTrainer(model, args, elbo_dataset=self.task.unaugmented, **self.task.trainer_arguments)
-        return trainer if self.options.verbose else quiet(trainer)
+        return quiet(trainer, unless=self.options.verbose)
 
     def select(self) -> tuple[DEELBoTrainer, Selection]:
         """Train with the learning rates, and choose by J."""
@@ -192,11 +192,12 @@ class Run(ScriptRun):
 
     def others(self) -> list[Row]:
         """What people would do instead: trained, or recorded."""
-        options, rows, place = self.options, [], (self.folder / "comparison", self.report)
+        options, rows = self.options, []
+        rest = (self.folder / "comparison", self.report, options.verbose)
         if options.compare or options.compare_plain:
-            rows.append(fine_tune_plainly(self.task, self.config, *place))
+            rows.append(fine_tune_plainly(self.task, self.config, *rest))
         if options.compare:
-            rows.append(search_small_grid(self.task, self.config, self.learning_rates, *place))
+            rows.append(search_small_grid(self.task, self.config, self.learning_rates, *rest))
         elif recorded := recorded_grid_search(self.task, self.config):
             rows.append(recorded)
         return rows

@@ -104,21 +104,21 @@ def num_steps(config: TrainingArguments, num_rows: int) -> int:
 # ---- Plain fine-tuning ----------------------------------------------------------------------------------------------
 
 
-def plain_trainer(task: Task, config: DEELBoConfig, steps: int, output_dir: str) -> Trainer:
+def plain_trainer(task: Task, config: DEELBoConfig, steps: int, output_dir: str, verbose: bool = False) -> Trainer:
     """`Trainer` at its defaults (AdamW, 5e-5, linear decay), with as many steps and batches as large as the run's."""
     shared = {name: getattr(config, name) for name in _SHARED}
     args = TrainingArguments(output_dir, max_steps=steps, save_strategy="no", **shared)
-    return quiet(Trainer(task.load_model(args.seed), args, **task.trainer_arguments))
+    return quiet(Trainer(task.load_model(args.seed), args, **task.trainer_arguments), unless=verbose)
 
 
-def fine_tune_plainly(task: Task, config: DEELBoConfig, folder: Path, report: Report) -> Row:
+def fine_tune_plainly(task: Task, config: DEELBoConfig, folder: Path, report: Report, verbose: bool = False) -> Row:
     """Train and test, or read what that gave."""
     file, steps = folder / "plain_trainer.json", num_steps(config, len(task.train))
     with report.part("plain Trainer", steps):
         if not file.exists():
             report.say(f"Plain Trainer at its defaults: {steps} steps of AdamW from 5e-5, decaying linearly.")
             start = time.perf_counter()
-            trainer = plain_trainer(task, config, steps, str(folder / "plain_trainer"))
+            trainer = plain_trainer(task, config, steps, str(folder / "plain_trainer"), verbose)
             trainer.add_callback(report)
             trainer.train()
             seconds = time.perf_counter() - start
@@ -149,7 +149,12 @@ def small_grid(config: DEELBoConfig, learning_rates: Sequence[float]) -> tuple[M
 
 
 def search_small_grid(
-    task: Task, config: DEELBoConfig, learning_rates: Sequence[float], folder: Path, report: Report
+    task: Task,
+    config: DEELBoConfig,
+    learning_rates: Sequence[float],
+    folder: Path,
+    report: Report,
+    verbose: bool = False,
 ) -> Row:
     """Search `small_grid` on a held-out fifth, train the best on all rows and test it, or read what that gave."""
     args, settings = small_grid(config, learning_rates)
@@ -160,7 +165,7 @@ def search_small_grid(
         place = f"{done + 1} of {len(settings)}" if split.validation else "the best, on all rows"
         report.begin(f"grid search ({place})", start + done * steps)
         report.say(f"  grid search ({place}): {setting.name}{report.left()}")
-        trainer = quiet(task.map_trainer(args, setting, output_dir, split))
+        trainer = quiet(task.map_trainer(args, setting, output_dir, split), unless=verbose)
         trainer.add_callback(report)
         return trainer
 

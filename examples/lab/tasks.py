@@ -336,8 +336,10 @@ class ScriptRun:
 # ---- What is not printed --------------------------------------------------------------------------------------------
 
 
-def quiet(trainer: Trainer) -> Any:
-    """The same trainer, without the lines and bars of `Trainer`."""
+def quiet(trainer: Trainer, unless: bool = False) -> Any:
+    """The same trainer, without the lines and bars of `Trainer`, unless they are wanted."""
+    if unless:
+        return trainer
     trainer.args.disable_tqdm = True
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -175,7 +175,7 @@ class TestRuns:
         run(script, monkeypatch, *arguments)
         printed = capsys.readouterr().out
         assert "Learned from 15 examples of 3 classes" in printed
-        assert "averaged over samples" in printed
+        assert "averaged over 3 samples" in printed
         assert re.search(r"Chosen by J, without a validation set: learning rate 0\.(1|001)\.", printed)
 
         metrics = json.loads((outputs / "metrics.json").read_text())
