@@ -51,8 +51,9 @@ DEMO = {
     "penalties": [1e-2, 1e-4],
     "horizontal_flip": False,
     "train_size": 100,
-    "image_size": 48,
-    "max_steps": 50,
+    "image_size": 32,
+    "cache_images": True,
+    "max_steps": 100,
 }
 
 

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from .callbacks import examples_of_a_step
 from .config import check_count
 from .data import class_balanced_indices, column_of_labels
+from .reporting import Report
 from .sharing.checkpoints import newest_whole
 from .sharing.files import ResultsFile, as_json
 from .temperature import Temperatures
@@ -59,6 +60,7 @@ class Selection:
 
     Attributes:
         runs: the whole cost, in full runs.
+        seconds: the same in seconds.
         temperatures: of predictions, fitted on a fifth that was held out of one more run; 1 if that was not asked for.
     """
 
@@ -66,6 +68,7 @@ class Selection:
     best_learning_rate: float
     trials: tuple[Trial, ...]
     runs: float
+    seconds: float
     temperatures: Temperatures
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +87,7 @@ def select(
     method: str = "halving",
     num_samples: int | None = None,
     calibrate: bool = False,
+    report: Report | None = None,
 ) -> tuple[DEELBoTrainer, Selection]:
     """Train with the learning rates and return the trainer of the best, trained in full, and what was measured.
 
@@ -100,6 +104,8 @@ def select(
         calibrate: train with the chosen rate once more, on four fifths of the rows, and fit the temperatures of
             predictions on the other fifth, class-balanced. The posterior of all rows has them then, although no row is
             kept from it.
+        report: tells what is tried, kept and dropped, and how long it will take; `Report()` prints it. Default is to
+            log it, at level info.
 
     Example:
         ```python
@@ -115,19 +121,24 @@ def select(
     if not learning_rates or len(set(learning_rates)) != len(learning_rates):
         raise ValueError(f"learning_rates: needs at least one, and none twice; got {list(learning_rates)}.")
     check_count("num_samples", num_samples)
-    session = _Session(make_trainer, Path(folder), method, list(learning_rates), num_samples)
-    trials = [session.run(rate, rung=0) for rate in learning_rates]
+    report = Report(logger.info, bar=False) if report is None else report
+    session = _Session(make_trainer, Path(folder), method, list(learning_rates), num_samples, calibrate, report)
+    trials = session.try_all(learning_rates, rung=0)
     rung = 0
     while trials[0].steps < session.max_steps:
         survivors = _best_first(trials)[: math.ceil(len(trials) / 2)]
+        _tell_dropped(report, trials, survivors)
         rung += 1
-        trials = [session.run(trial.learning_rate, rung) for trial in survivors]
+        trials = session.try_all([trial.learning_rate for trial in survivors], rung)
     best = _best_first(trials)[0]
     if not math.isfinite(best.de_elbo):
         raise FloatingPointError("Every learning rate diverged. Give smaller ones.")
+    if len(trials) > 1:
+        report.say(f"Chosen: learning rate {best.learning_rate:g}, with the highest J.")
     session.clean_up(keep=best.learning_rate)
     temperatures = session.temperatures(best.learning_rate) if calibrate else Temperatures()
-    selection = Selection(method, best.learning_rate, tuple(session.trials), session.runs(), temperatures)
+    cost = session.runs(), session.seconds()
+    selection = Selection(method, best.learning_rate, tuple(session.trials), *cost, temperatures)
     trainer = session.trainer_of(best.learning_rate)
     trainer.posterior.temperatures = temperatures
     return trainer, selection
@@ -238,35 +249,54 @@ class _Session:
         method: str,
         learning_rates: list[float],
         num_samples: int | None,
+        calibrate: bool,
+        report: Report,
     ):
         self.make_trainer, self.folder, self.num_samples = make_trainer, folder, num_samples
         self.method, self.num_rates = method, len(learning_rates)
+        self.calibrate, self.report = calibrate, report
         self.file = ResultsFile(folder / RESULTS_FILE, {"method": method, "learning_rates": learning_rates})
         known = self.file.read()
         self.max_steps, self.warmup_steps = known.get("max_steps"), known.get("warmup_steps", 0)
+        self.num_parameters: int | None = known.get("num_parameters")
         self.trials = [Trial(**trial) for trial in known.get("trials", [])]
         self.calibration: dict[str, Any] = known.get("calibration", {})
         self.kappa: float | None = None
         self._last: tuple[float, DEELBoTrainer] | None = None
+        self._told_steps = False
 
-    def run(self, learning_rate: float, rung: int) -> Trial:
+    def try_all(self, learning_rates: Sequence[float], rung: int) -> list[Trial]:
+        """`run` them all."""
+        count = len(learning_rates)
+        return [self.run(rate, rung, f"{place} of {count}") for place, rate in enumerate(learning_rates, 1)]
+
+    def run(self, learning_rate: float, rung: int, place: str) -> Trial:
         """Train up to the steps of a rung and measure J; what was done before is not done again."""
-        start, trainer = time.perf_counter(), None
-        if self.max_steps is None:
+        trainer = None
+        if self.max_steps is None or self.num_parameters is None:
             trainer = self._new_trainer(learning_rate)
             self.max_steps, self.warmup_steps = _num_steps(trainer)
+            self.num_parameters = trainer.posterior.num_parameters
         is_halving = self.method == "halving"
         rungs = halving_steps(self.num_rates, self.max_steps, self.warmup_steps) if is_halving else []
-        steps = [*rungs, self.max_steps][rung]
-        for trial in self.trials:
-            if (trial.learning_rate, trial.steps) == (learning_rate, steps):
-                return trial
-        if trainer is None:
-            trainer = self._new_trainer(learning_rate)
+        if not self._told_steps:
+            self._tell_steps(rungs)
+        before, steps = [0, *rungs, self.max_steps][rung : rung + 2]
+        name, at = f"learning rate {learning_rate:g} ({place})", (learning_rate, steps)
+        known = next((trial for trial in self.trials if (trial.learning_rate, trial.steps) == at), None)
+        with self.report.part(name, steps - before):
+            trial = known or self._run(learning_rate, steps, trainer)
+        quality = f"J/D {trial.de_elbo / self.num_parameters:.4f}" if math.isfinite(trial.de_elbo) else "diverged"
+        from_before = ", known from before" if known else ""
+        self.report.say(f"  {name}: {steps} of {self.max_steps} steps, {quality}{from_before}{self.report.left()}")
+        return trial
+
+    def _run(self, learning_rate: float, steps: int, trainer: DEELBoTrainer | None) -> Trial:
+        start = time.perf_counter()
+        trainer = self._new_trainer(learning_rate) if trainer is None else trainer
         self._check_kappa(trainer)
         value = self._train_and_measure(trainer, steps)
         trial = Trial(learning_rate, steps, value, time.perf_counter() - start)
-        logger.info(f"learning rate {learning_rate:g}: J = {value:.6g} after {steps} of {self.max_steps} steps")
         self._last = learning_rate, trainer
         self.trials.append(trial)
         self._note(trainer)
@@ -274,15 +304,39 @@ class _Session:
 
     def temperatures(self, learning_rate: float) -> Temperatures:
         """Of a run without a fifth of the rows, fitted on them; what was fitted before is not fitted again."""
-        if not self.calibration:
-            start, trainer = time.perf_counter(), self._new_trainer(learning_rate, self.folder / HELD_OUT)
-            rows = trainer.hold_out(_a_fifth(trainer))
-            trainer.train(resume_from_checkpoint=newest_whole(trainer.args.output_dir))
-            found = trainer.calibrate(rows, self.num_samples)
-            steps = {"steps": trainer.state.global_step, "seconds": time.perf_counter() - start}
-            self.calibration = found._asdict() | steps
-            self._note(trainer)
-        return Temperatures(self.calibration["mean"], self.calibration["average"])
+        with self.report.part("calibration", self._calibration_steps):
+            if not self.calibration:
+                self._calibrate(learning_rate)
+        found = Temperatures(self.calibration["mean"], self.calibration["average"])
+        self.report.say(
+            f"  temperature of its probabilities {found.mean:.2f} at the mean, {found.average:.2f} averaged"
+            + self.report.left()
+        )
+        return found
+
+    def _calibrate(self, learning_rate: float) -> None:
+        start, trainer = time.perf_counter(), self._new_trainer(learning_rate, self.folder / HELD_OUT)
+        rows = trainer.hold_out(_a_fifth(trainer))
+        self.report.say(f"Calibration: one more run, without {len(rows)} rows, to see how sure it may be of them.")
+        trainer.add_callback(self.report)
+        trainer.train(resume_from_checkpoint=newest_whole(trainer.args.output_dir))
+        found = trainer.calibrate(rows, self.num_samples)
+        steps = {"steps": trainer.state.global_step, "seconds": time.perf_counter() - start}
+        self.calibration = found._asdict() | steps
+        self._note(trainer)
+
+    def _tell_steps(self, rungs: list[int]) -> None:
+        """How many there will be."""
+        self._told_steps = True
+        # epochs of fewer rows have fewer steps; how many is known when the run is made
+        self._calibration_steps = self.max_steps if self.calibrate else 0
+        runs = halving_runs(self.num_rates, self.max_steps, self.warmup_steps) if rungs else self.num_rates
+        steps = round(runs * self.max_steps)
+        self.report.expect(steps + self._calibration_steps)
+        how = f"half of those left are dropped after {' and '.join(map(str, rungs))} steps" if rungs else "in full"
+        rates = f"{self.num_rates} learning rates, {how}" if self.num_rates > 1 else "one learning rate"
+        calibration = f", and {self._calibration_steps} to calibrate" if self.calibrate else ""
+        self.report.say(f"Training with {rates}: {steps} steps{calibration}.")
 
     def _check_kappa(self, trainer: DEELBoTrainer) -> None:
         kappa = trainer.posterior.kappa
@@ -296,6 +350,7 @@ class _Session:
     def _note(self, trainer: DEELBoTrainer) -> None:
         if trainer.is_world_process_zero():
             steps = {"max_steps": self.max_steps, "warmup_steps": self.warmup_steps}
+            steps |= {"num_parameters": self.num_parameters}
             trials = {"trials": [asdict(trial) for trial in self.trials]}
             self.file.write(steps | trials | ({"calibration": self.calibration} if self.calibration else {}))
 
@@ -314,6 +369,10 @@ class _Session:
             furthest[trial.learning_rate] = max(trial.steps, furthest.get(trial.learning_rate, 0))
         return (sum(furthest.values()) + self.calibration.get("steps", 0)) / self.max_steps
 
+    def seconds(self) -> float:
+        """The cost of all, in seconds."""
+        return sum(trial.seconds for trial in self.trials) + self.calibration.get("seconds", 0.0)
+
     def clean_up(self, keep: float) -> None:
         """Remove the checkpoints of the other rates."""
         for trial in self.trials:
@@ -331,6 +390,7 @@ class _Session:
 
     def _train_and_measure(self, trainer: DEELBoTrainer, steps: int) -> float:
         trainer.add_callback(_StopAt(steps))
+        trainer.add_callback(self.report)
         checkpoint = newest_whole(trainer.args.output_dir)
         try:
             if checkpoint is not None and int(checkpoint.rsplit("-", 1)[-1]) >= steps:  # killed before J was noted
@@ -347,14 +407,23 @@ class _Session:
             return -math.inf
         finally:
             trainer.remove_callback(_StopAt)
+            trainer.remove_callback(self.report)
         return _or_the_worst(value)
+
+
+def planned_runs(trainer: DEELBoTrainer, num_rates: int, max_steps: int, method: str = "halving") -> float:
+    """What a choice among so many rates will cost, in full runs of `max_steps`, with trainers like this one."""
+    return halving_runs(num_rates, max_steps, _warmup_steps(trainer)) if method == "halving" else float(num_rates)
 
 
 def _num_steps(trainer: DEELBoTrainer) -> tuple[int, int]:
     """Those of a whole training, and those in which the KL's weight grows."""
     max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
-    warmup_examples = trainer.args.kl_warmup_epochs * trainer.posterior.num_examples
-    return max_steps, math.ceil(warmup_examples / examples_of_a_step(trainer.args))
+    return max_steps, _warmup_steps(trainer)
+
+
+def _warmup_steps(trainer: DEELBoTrainer) -> int:
+    return math.ceil(trainer.args.kl_warmup_epochs * trainer.posterior.num_examples / examples_of_a_step(trainer.args))
 
 
 def _a_fifth(trainer: DEELBoTrainer) -> list[int]:
@@ -364,6 +433,13 @@ def _a_fifth(trainer: DEELBoTrainer) -> list[int]:
     if size == 0:
         raise ValueError("calibrate: needs a training set that tells its length, of at least five rows.")
     return class_balanced_indices(column_of_labels(dataset) or [0] * len(dataset), size, trainer.args.seed)
+
+
+def _tell_dropped(report: Report, trials: Sequence[Trial], survivors: Sequence[Trial]) -> None:
+    dropped = [trial for trial in trials if trial not in survivors]
+    if dropped:
+        kept, lost = (" and ".join(f"{trial.learning_rate:g}" for trial in some) for some in (survivors, dropped))
+        report.say(f"Kept {kept}, dropped {lost}: the lower J after {trials[0].steps} steps.")
 
 
 def _best_first(trials: Sequence[Trial]) -> list[Trial]:

@@ -1,6 +1,7 @@
 import gc
 import json
 import math
+import re
 import weakref
 
 import optuna
@@ -11,6 +12,7 @@ from conftest import make_dataset, make_model
 from hf_deelbo import DEELBoConfig, DEELBoTrainer
 from hf_deelbo import selection as selection_module
 from hf_deelbo.data import class_balanced_indices
+from hf_deelbo.reporting import Report
 from hf_deelbo.selection import (
     elbo_objective,
     halving_runs,
@@ -354,6 +356,113 @@ class TestCalibration:
 
         with pytest.raises(ValueError, match="calibrate: needs a training set .* of at least five rows"):
             select(make_trainer, [0.1], task.folder, calibrate=True)
+
+
+class TestReport:
+    def test_each_line_is_what_was_measured(self, task):
+        lines = []
+        trainer, selection = select(
+            task.make_trainer, RATES[:3], task.folder, calibrate=True, report=Report(lines.append, bar=False)
+        )
+        by_steps = {(trial.learning_rate, trial.steps): trial.de_elbo for trial in selection.trials}
+        best, size = selection.best_learning_rate, trainer.posterior.num_parameters
+        second = sorted((rate for rate, steps in by_steps if steps == 6), key=RATES.index)
+        third = next(rate for rate in RATES[:3] if rate not in second)
+
+        def tried(rate, place, steps):
+            return f"  learning rate {rate:g} ({place}): {steps} of 20 steps, J/D {by_steps[rate, steps] / size:.4f}"
+
+        told = [line.partition("; about")[0] for line in lines]
+        assert told[0] == (
+            "Training with 3 learning rates, half of those left are dropped after 3 and 6 steps: 29 steps, and 20 to "
+            "calibrate."
+        )
+        assert told[1:4] == [tried(rate, f"{place} of 3", 3) for place, rate in enumerate(RATES[:3], 1)]
+        by_j = sorted(second, key=lambda rate: -by_steps[rate, 3])
+        assert told[4] == f"Kept {by_j[0]:g} and {by_j[1]:g}, dropped {third:g}: the lower J after 3 steps."
+        assert told[5:7] == [tried(rate, f"{place} of 2", 6) for place, rate in enumerate(by_j, 1)]
+        (lost,) = set(second) - {best}
+        assert told[7] == f"Kept {best:g}, dropped {lost:g}: the lower J after 6 steps."
+        assert told[8] == tried(best, "1 of 1", 20)
+        mean, average = selection.temperatures
+        assert told[9:] == [
+            "Calibration: one more run, without 4 rows, to see how sure it may be of them.",
+            f"  temperature of its probabilities {mean:.2f} at the mean, {average:.2f} averaged",
+        ]
+        assert task.steps == 29 + 20
+
+    def test_without_one_it_is_logged(self, task, monkeypatch):
+        lines = []
+        monkeypatch.setattr("hf_deelbo.selection.logger.info", lines.append)
+        select(task.make_trainer, RATES[:1], task.folder)
+        assert lines[0] == "Training with one learning rate: 20 steps."
+
+    def test_one_bar_counts_all_steps_and_is_gone_at_the_end(self, task, capsys):
+        report, shown = Report(lambda line: None, bar=True), []
+        show = report._show
+
+        def look():
+            show()
+            shown.append((report._bar.n, report._bar.total) if report._bar is not None else None)
+
+        report._show = look
+        select(task.make_trainer, RATES[:2], task.folder, calibrate=True, report=report)
+        counts = [n for n, _ in filter(None, shown)]
+        assert sorted(set(counts)) == list(range(46 + 1))
+        assert counts == sorted(counts)
+        # two rates for 6 of 20 steps, one for the others, and one run to calibrate
+        assert {total for _, total in filter(None, shown)} == {46}
+        assert report._bar is None
+        bar = capsys.readouterr().err
+        assert "46 of 46 steps" in bar
+        assert "learning rate 0.1 (1 of 2), J/D -" in bar
+        assert re.search(r"20 of 46 steps, about [\d ]+ s left", bar)
+
+    def test_a_selection_that_goes_on_tells_what_is_known_and_counts_it(self, task):
+        select(task.make_trainer, RATES[:2], task.folder, calibrate=True)
+        lines = []
+        report = Report(lines.append, bar=False)
+        select(task.make_trainer, RATES[:2], task.folder, calibrate=True, report=report)
+        assert sum(line.endswith(", known from before") for line in lines) == 3
+        assert report.done == report.total == 46
+        assert not any("about" in line for line in lines)
+
+    def test_a_rate_that_diverges_is_told_and_its_steps_are_skipped(self, task):
+        lines = []
+        report = Report(lines.append, bar=False)
+        select(task.make_trainer, [1e30, 0.01], task.folder, report=report)
+        assert re.match(r"  learning rate 1e\+30 \(1 of 2\): 6 of 20 steps, diverged; about", lines[1])
+        assert lines[3] == "Kept 0.01, dropped 1e+30: the lower J after 6 steps."
+        assert report.done == report.total == 26
+
+    def test_long_silence_is_broken_where_there_is_no_bar(self, task, monkeypatch):
+        monkeypatch.setattr("hf_deelbo.reporting.SILENCE", 0.0)
+        lines = []
+        select(task.make_trainer, RATES[:1], task.folder, report=Report(lines.append, bar=False))
+        assert [line.partition(" of 20")[0] for line in lines[1:-1]] == [
+            f"  learning rate 0.1 (1 of 1): at step {step}" for step in range(1, 21)
+        ]
+        assert all("J/D -" in line for line in lines[2:-1])
+
+    def test_the_time_left_is_that_of_the_steps_so_far(self, monkeypatch):
+        now = 1000.0
+        monkeypatch.setattr("hf_deelbo.reporting.time.perf_counter", lambda: now)
+        report = Report(bar=False)
+        report.expect(50)
+        assert report.left() == ""
+        with report.part("a", steps=20):
+            for _ in range(10):
+                now += 2.0
+                report.on_step_end(None, None, None)
+            assert report.left() == "; about 1 min 20 s left"  # 40 steps of 2 s
+        assert report.left() == "; about 1 min 00 s left"  # ten were skipped
+
+
+def test_the_cost_in_seconds_is_that_of_all(task):
+    _, selection = select(task.make_trainer, RATES[:2], task.folder, calibrate=True)
+    calibration = json.loads((task.folder / "selection.json").read_text())["calibration"]["seconds"]
+    assert selection.seconds == pytest.approx(sum(trial.seconds for trial in selection.trials) + calibration)
+    assert calibration > 0
 
 
 def assert_same_weights(trainer: DEELBoTrainer, other: DEELBoTrainer) -> None:

@@ -110,6 +110,6 @@ def resized_images(
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), 3, resized, resized)}
         with whole_file(path) as new, open(new, "wb") as file:
             write_array_header_1_0(file, header)
-            for index, row in enumerate(tqdm(rows, desc="Resizing images", disable=disable_tqdm, leave=False)):
+            for index, row in enumerate(tqdm(rows, desc="Resizing images", disable=disable_tqdm or None, leave=False)):
                 file.write(to_bytes(decode_image(row[image_column], f"Image {index}")).numpy().tobytes())
     return np.load(path, mmap_mode="r")

@@ -29,6 +29,7 @@ EMBEDDED_DATASET = "digits"
 
 IMAGE_COLUMNS = ("image", "img", "pixel_values")
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "content", "question")
+NO_LABEL = -1  # of a row, as `datasets` has it
 EVALUATION_SPLITS = ("test", "validation", "valid", "dev")
 
 
@@ -212,7 +213,8 @@ def _find_label(dataset: datasets.Dataset, wanted: str | None) -> str:
     if not usual and len(typed) != 1:
         raise ValueError(
             "label_column_name: cannot tell which column holds the labels; the columns are "
-            f"{', '.join(dataset.column_names)}. Name it."
+            f"{', '.join(dataset.column_names)}. Name it; from a dataset without labels no classifier is learned, and "
+            "nothing is compared."
         )
     return (usual or typed)[0]
 
@@ -238,7 +240,7 @@ def _with_class_labels(splits: datasets.DatasetDict, label: str) -> datasets.Dat
     index = {value: position for position, value in enumerate(values)}
 
     def encode(column: list) -> dict[str, list[int]]:
-        return {label: [index[value] for value in column]}
+        return {label: [index.get(value, NO_LABEL) for value in column]}
 
     encoded = splits.map(encode, input_columns=label, batched=True, remove_columns=label, desc="Encoding labels")
     return encoded.cast_column(label, labels)
@@ -330,7 +332,7 @@ def channel_statistics(dataset: datasets.Dataset, image_column: str, disable_tqd
     """
     count, first, second = 0, np.zeros(3), np.zeros(3)
     rows = dataset.with_format(None).select_columns(image_column)
-    for index, row in enumerate(tqdm(rows, desc="Channel statistics", disable=disable_tqdm, leave=False)):
+    for index, row in enumerate(tqdm(rows, desc="Channel statistics", disable=disable_tqdm or None, leave=False)):
         pixels = np.asarray(decode_image(row[image_column], f"Image {index}"), dtype=np.float64).reshape(-1, 3) / 255
         count += len(pixels)
         first += pixels.sum(0)
@@ -345,7 +347,7 @@ def channel_statistics(dataset: datasets.Dataset, image_column: str, disable_tqd
 def check_images(dataset: datasets.Dataset, image_column: str, disable_tqdm: bool = False) -> None:
     """Read every image once, so that a broken one is named before any training."""
     rows = dataset.with_format(None).select_columns(image_column)
-    for index, row in enumerate(tqdm(rows, desc="Checking test images", disable=disable_tqdm, leave=False)):
+    for index, row in enumerate(tqdm(rows, desc="Checking test images", disable=disable_tqdm or None, leave=False)):
         decode_image(row[image_column], f"Test image {index}")
 
 

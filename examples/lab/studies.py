@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_deelbo.config import DEELBoConfig
 from hf_deelbo.metrics import named_metrics
@@ -45,7 +45,7 @@ from .searches import (
     random_search,
     tpe_search,
 )
-from .tasks import DataArguments, ModelArguments, Task
+from .tasks import DataArguments, ModelArguments, Task, quiet
 
 REPOSITORY = Path(__file__).parents[2]
 DEELBO_METHODS = ("deelbo-full", "deelbo-halving", "deelbo-single", "elbo")
@@ -228,7 +228,7 @@ def _carry_out_deelbo(run: StudyRun, task: Task, places: Places) -> dict[str, An
     return {
         "choice": {"learning_rate": selection.best_learning_rate},
         "runs": selection.runs,
-        "seconds": sum(trial.seconds for trial in selection.trials),
+        "seconds": selection.seconds,
         "test": test,
         "de_elbo": de_elbo.to_dict(),
         "learned": {name: float(getattr(posterior, name)) for name in ("lambda_", "tau", "sigma", "kappa")},
@@ -312,7 +312,7 @@ def make_deelbo_trainer(
     )
     task.configure(config)
     model = task.load_model(config.seed)
-    return _quiet(DEELBoTrainer(model, config, elbo_dataset=task.unaugmented, **task.trainer_arguments))
+    return quiet(DEELBoTrainer(model, config, elbo_dataset=task.unaugmented, **task.trainer_arguments))
 
 
 def make_map_trainer(
@@ -321,12 +321,7 @@ def make_map_trainer(
     """A trainer with a fresh model, by the paper's protocol, on what the split has to train on."""
     config = MAPConfig.paper(**_arguments(run, places, output_dir), **setting.arguments)
     task.configure(config)
-    return _quiet(task.map_trainer(config, setting, output_dir, split))
-
-
-def _quiet(trainer: Trainer) -> Any:
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return quiet(task.map_trainer(config, setting, output_dir, split))
 
 
 def _tests(trainer: DEELBoTrainer, task: Task, num_samples: int) -> dict[str, dict[str, float]]:
@@ -393,7 +388,7 @@ def commit(repository: str | os.PathLike = REPOSITORY) -> str | None:
 
 def measure_step(run: StudyRun, places: Places, steps: int = 4) -> float:
     """Seconds of a training step, the median of some, without the first."""
-    task, clock = load_task(run, places), _Clock()
+    task = load_task(run, places)
     output_dir = os.path.join(places.work_dir, "measure")
     run = replace(run, steps=steps)
     if run.is_map:
@@ -402,6 +397,12 @@ def measure_step(run: StudyRun, places: Places, steps: int = 4) -> float:
         trainer = make_map_trainer(run, task, places, setting, output_dir, everything)
     else:
         trainer = make_deelbo_trainer(run, task, places, 1e-4, output_dir)
+    return seconds_of_a_step(trainer)
+
+
+def seconds_of_a_step(trainer: Trainer) -> float:
+    """The median over its steps, which it makes, without the first."""
+    clock = _Clock()
     trainer.add_callback(clock)
     trainer.train()
     return clock.median()

@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +13,19 @@ from typing import Any
 
 import datasets
 import yaml
+from huggingface_hub.utils import enable_progress_bars
 from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     HfArgumentParser,
     PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
     TrainingArguments,
     set_seed,
 )
+from transformers.utils import logging
 
 from hf_deelbo.config import PAPER, DEELBoConfig
 from hf_deelbo.data import column_of
@@ -57,6 +64,8 @@ DEFAULTS = {
         "warmup_steps": 0.1,  # of all steps
     },
 }
+# what is printed, and what is trained beside it, makes no other run
+_OF_NO_RUN = ("verbose", "dry_run", "compare", "compare_plain", "compare_elbo")
 # a default of the first is not meant by who gives the second
 _UNLESS_GIVEN = {"learning_rates": "learning_rate", "optim_args": "optim"}
 
@@ -150,7 +159,8 @@ def claim_output_dir(arguments: Arguments) -> Path:
     settings = {}
     for part in arguments:
         settings |= part.to_dict() if isinstance(part, TrainingArguments) else asdict(part)
-    content = {name: value for name, value in settings.items() if value is not None and "token" not in name}
+    left_out = {name for name in settings if "token" in name} | {*_OF_NO_RUN}
+    content = {name: value for name, value in settings.items() if value is not None and name not in left_out}
     folder = Path(settings["output_dir"])
     file = folder / RUN_CONFIG
     if file.exists():
@@ -295,6 +305,7 @@ class ScriptRun:
 
     Args:
         arguments: as `parse_arguments` returns them.
+        claim: make the folder its own; without it nothing is to be written there.
 
     Attributes:
         model, data, options, config: the arguments; the third are the script's own.
@@ -302,9 +313,9 @@ class ScriptRun:
         task: what to learn.
     """
 
-    def __init__(self, arguments: Arguments):
+    def __init__(self, arguments: Arguments, claim: bool = True):
         self.model, self.data, self.options, self.config = arguments
-        self.folder = claim_output_dir(arguments)
+        self.folder = claim_output_dir(arguments) if claim else Path(self.config.output_dir)
         self.task = Task(self.model, self.data, self.config.disable_tqdm)
         self.task.configure(self.config)
 
@@ -320,6 +331,58 @@ class ScriptRun:
             revision=config.hub_revision,
         )
         print(f"Published: {commit.commit_url}")
+
+
+# ---- What is not printed --------------------------------------------------------------------------------------------
+
+
+def quiet(trainer: Trainer, unless: bool = False) -> Any:
+    """The same trainer, without the lines and bars of `Trainer`, unless they are wanted."""
+    if unless:
+        return trainer
+    trainer.args.disable_tqdm = True
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Without the warnings and bars of libraries that tell the reader of a script nothing.
+
+    Downloads have their bars on a terminal.
+    """
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # that the head is new, among others
+    logging.disable_progress_bar()  # of weights that are read and written, and the Hub's
+    if sys.stderr.isatty():
+        enable_progress_bars()
+    else:
+        datasets.disable_progress_bars()
+    try:
+        # batches of the paper's 128 are asked for whatever the size of the training set
+        with without_warning("hf_deelbo.trainer", "The training set is smaller than a batch"):
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def without_warning(logger_name: str, start: str) -> Iterator[None]:
+    """Without the warnings of a logger that start like this."""
+    logger = logging.get_logger(logger_name)
+
+    def is_other(record: Any) -> bool:
+        return not record.getMessage().startswith(start)
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _given(parser: HfArgumentParser, names: Collection[str], argv: Sequence[str]) -> dict[str, Any]:

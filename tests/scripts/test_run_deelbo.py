@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import datasets
 import numpy as np
@@ -13,17 +13,23 @@ import torch
 import yaml
 from conftest import load_example, make_model
 from huggingface_hub import ModelCard
+from lab.comparison import RESULTS, recorded_grid_search
 from lab.data import decode_image
+from lab.map import MAPTrainer
+from lab.studies import read_lines
 from lab.tasks import Task
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     BertTokenizerFast,
+    Trainer,
     TrainerCallback,
+    TrainingArguments,
 )
 
 from hf_deelbo import DEELBoConfig, GaussianPosterior
+from hf_deelbo.metrics import named_metrics
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def reviews(tmp_path) -> str:
 
 
 def run(script, monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["run_deelbo.py", *arguments, "--use_cpu", "--disable_tqdm", "true"])
+    monkeypatch.setattr(sys, "argv", ["run_deelbo.py", *arguments, "--use_cpu", "--report_to", "none"])
     script.main()
 
 
@@ -49,7 +55,8 @@ class TestArguments:
     def test_without_any_it_is_the_embedded_demonstration(self, script):
         model, data, run, config = script.parse(["--use_cpu"])
         assert (model.model_name_or_path, data.dataset_name, data.train_size) == ("efficientnet-lite0", "digits", 100)
-        assert (config.prior, config.kappa, run.selection, run.compare_elbo) == ("l2-sp", "auto", "halving", True)
+        assert (config.prior, config.kappa, run.selection) == ("l2-sp", "auto", "halving")
+        assert (run.compare_plain, run.compare, run.compare_elbo) == (True, False, False)
 
     def test_what_is_given_goes_before_a_preset(self, script):
         _, data, run, config = script.parse(
@@ -168,7 +175,7 @@ class TestRuns:
         run(script, monkeypatch, *arguments)
         printed = capsys.readouterr().out
         assert "Learned from 15 examples of 3 classes" in printed
-        assert "averaged over samples" in printed
+        assert "averaged over 3 samples" in printed
         assert re.search(r"Chosen by J, without a validation set: learning rate 0\.(1|001)\.", printed)
 
         metrics = json.loads((outputs / "metrics.json").read_text())
@@ -202,6 +209,11 @@ class TestRuns:
         figures = {path.name for path in (outputs / "posterior" / "figures").iterdir()}
         names = ("training", "reliability", "groups", "elbo_comparison")
         assert figures == {f"{name}.{suffix}" for name in names for suffix in ("png", "json")}
+        assert [row["name"] for row in metrics["comparison"]] == [
+            "DE ELBo, posterior mean",
+            "DE ELBo, averaged over 3 samples",
+        ]
+        assert "plain Trainer" not in printed.lower()
         assert metrics["selection"]["runs"] == 2.5  # both rates for 10 of 20 steps, then one, and one to calibrate
         assert "Calibrated by a run without a fifth of the rows" in printed
 
@@ -213,6 +225,40 @@ class TestRuns:
 
         with pytest.raises(ValueError, match=r"output_dir: .* holds a run with another kappa"):
             run(script, monkeypatch, *arguments, "--kappa", "3")
+
+    def test_what_it_does_is_told_in_lines(self, script, shades, tiny_vit, tmp_path, monkeypatch, capsys):
+        arguments = [
+            *("--dataset_name", shades, "--model_name_or_path", tiny_vit, "--image_size", "8", "--train_size", "15"),
+            *("--max_steps", "20", "--learning_rates", "0.1", "0.001", "--logging_steps", "1"),
+            *("--num_average_samples", "0"),
+        ]
+        run(script, monkeypatch, *arguments, "--output_dir", str(tmp_path / "quiet"))
+        out, err = capsys.readouterr()
+        what_is_done, _, table = out.partition("Testing on")
+        number = r"-?\d+\.\d{4}"
+        left = r"; about [\dhmins ]+ left"
+        expected = [
+            r"Learning from 15 examples of 3 classes\.",
+            r"Training with 2 learning rates, half of those left are dropped after 10 steps: 30 steps, and 20 to "
+            r"calibrate\.",
+            rf"  learning rate 0\.1 \(1 of 2\): 10 of 20 steps, J/D {number}{left}",
+            rf"  learning rate 0\.001 \(2 of 2\): 10 of 20 steps, J/D {number}{left}",
+            r"Kept 0\.(1|001), dropped 0\.(1|001): the lower J after 10 steps\.",
+            rf"  learning rate 0\.(1|001) \(1 of 1\): 20 of 20 steps, J/D {number}{left}",
+            r"Calibration: one more run, without 3 rows, to see how sure it may be of them\.",
+            r"  temperature of its probabilities \d+\.\d\d at the mean, \d+\.\d\d averaged",
+        ]
+        lines = what_is_done.splitlines()
+        assert len(lines) == len(expected), what_is_done
+        for line, pattern in zip(lines, expected, strict=True):
+            assert re.fullmatch(pattern, line), line
+        assert "DE ELBo, posterior mean" in table
+        assert "--compare" in table
+        assert err == ""  # no bar where there is no terminal, and no warning that tells nothing
+        run(script, monkeypatch, *arguments, "--output_dir", str(tmp_path / "verbose"), "--verbose")
+        out, err = capsys.readouterr()
+        assert "'kl_backbone'" in out
+        assert "it/s" in err  # the bars of `Trainer`
 
     def test_stopped_by_the_user_it_says_how_to_go_on(self, script, shades, tiny_vit, tmp_path, monkeypatch, capsys):
         arguments = [
@@ -313,3 +359,120 @@ class TestRuns:
         metrics = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
         assert metrics["results"]["DE ELBo"]["num_examples"] == 16
         assert math.isfinite(metrics["results"]["DE ELBo"]["test"]["average"]["nll"])
+
+
+class TestCompare:
+    """Beside plain fine-tuning and a grid search, on the user's own data."""
+
+    @pytest.fixture
+    def arguments(self, shades, tiny_vit, tmp_path) -> list[str]:
+        return [
+            *("--dataset_name", shades, "--model_name_or_path", tiny_vit, "--image_size", "8", "--train_size", "15"),
+            *("--max_steps", "12", "--learning_rate", "0.1", "--num_average_samples", "2", "--compare"),
+            *("--output_dir", str(tmp_path / "outputs")),
+        ]
+
+    def test_each_way_is_what_it_says_and_costs_what_it_cost(self, script, arguments, tmp_path, monkeypatch, capsys):
+        run(script, monkeypatch, *arguments)
+        printed, outputs = capsys.readouterr().out, tmp_path / "outputs"
+        metrics = json.loads((outputs / "metrics.json").read_text())
+        plain, searched, mean, average = metrics["comparison"]
+        assert mean["test"] == metrics["results"]["DE ELBo"]["test"]["mean"]
+        assert average["test"] == metrics["results"]["DE ELBo"]["test"]["average"]
+        # one rate and one run to calibrate; one; two penalties and the best again
+        assert [row["runs"] for row in (mean, plain, searched)] == [2, 1, 3]
+        assert mean["seconds"] == metrics["selection"]["seconds"] > 0
+        for row in (plain, searched, mean, average):
+            assert f"{row['test']['accuracy']:8.1%}{row['test']['nll']:8.3f}{row['test']['ece']:8.3f}" in printed
+            assert f"{row['runs']:8.2f}{row['seconds']:9,.0f}" in printed
+        figure = json.loads((outputs / "comparison" / "accuracy_and_nll.json").read_text())
+        for axes, value in zip(figure["axes"], (lambda t: 100 * t["accuracy"], lambda t: t["nll"]), strict=True):
+            points = {line["label"]: (line["x"], line["y"]) for line in axes["lines"]}
+            assert points == {r["name"]: ([r["seconds"]], [value(r["test"])]) for r in metrics["comparison"]}
+
+        model, data, _, config = script.parse([*arguments, "--use_cpu"])
+        task = Task(model, data)
+        task.configure(config)
+        args = TrainingArguments(str(tmp_path / "by_hand"), max_steps=12, seed=config.seed, use_cpu=True)
+        assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (5e-5, "linear", 0)
+        args = replace(
+            args, per_device_train_batch_size=128, save_strategy="no", report_to="none", remove_unused_columns=False
+        )
+        trainer = Trainer(task.load_model(config.seed), args, **task.trainer_arguments)
+        trainer.train()
+        by_hand = named_metrics(trainer.predict(task.test).metrics, "test")
+        assert plain["test"] == pytest.approx(by_hand, rel=1e-4)
+
+        # again: nothing is trained, the numbers are the same
+        for trainer in (Trainer, script.DEELBoTrainer, MAPTrainer):
+            monkeypatch.setattr(trainer, "train", lambda *args, **kwargs: pytest.fail("it trained again"))
+        run(script, monkeypatch, *arguments)
+        assert "known from before" in capsys.readouterr().out
+        assert json.loads((outputs / "metrics.json").read_text())["comparison"] == metrics["comparison"]
+
+    def test_a_run_is_compared_afterwards(self, script, arguments, tmp_path, monkeypatch):
+        alone = [argument for argument in arguments if argument != "--compare"]
+        run(script, monkeypatch, *alone)
+        first = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
+        run(script, monkeypatch, *arguments)
+        metrics = json.loads((tmp_path / "outputs" / "metrics.json").read_text())
+        assert metrics["results"] == first["results"]
+        assert metrics["comparison"][2:] == first["comparison"]
+
+    def test_the_dry_run_adds_up_steps_and_keeps_nothing(self, script, arguments, tmp_path, monkeypatch, capsys):
+        seconds = iter([0.5, 0.25, 1.0])
+        monkeypatch.setattr(script, "seconds_of_a_step", lambda trainer: next(seconds))
+        run(script, monkeypatch, *arguments, "--dry-run")
+        out = capsys.readouterr().out
+        rows = [" ".join(line.split()) for line in out.splitlines()]
+        assert "DE ELBo 2.00 24 0.500 12 s" in rows
+        assert "plain Trainer, AdamW 5e-5 1.00 12 0.250 3 s" in rows
+        assert "grid search, 2 settings 3.00 36 1.000 36 s" in rows
+        assert "About 51 s of training" in out
+        assert not (tmp_path / "outputs").exists()
+
+    def test_the_dry_run_measures_steps(self, script, arguments, tmp_path, monkeypatch, capsys):
+        run(script, monkeypatch, *arguments, "--dry-run")
+        measured = re.findall(r" (\d+\.\d{3})  ", capsys.readouterr().out)
+        assert len(measured) == 3
+        assert all(0 < float(seconds) < 10 for seconds in measured)
+        assert not (tmp_path / "outputs").exists()
+
+    @pytest.mark.parametrize("split", ["train", "test"])
+    @pytest.mark.parametrize("no_label", [-1, None])
+    def test_rows_without_labels(self, script, tiny_vit, tmp_path, monkeypatch, split, no_label):
+        image = datasets.Image().encode_example(np.zeros((8, 8, 3), np.uint8))
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+        for name in ("train", "test"):
+            labels = [0, 1] * 5
+            if name == split:
+                labels[3] = no_label
+            (tmp_path / "data").mkdir(exist_ok=True)
+            rows = datasets.Dataset.from_dict({"image": [image] * 10, "label": labels}, features=features)
+            rows.to_parquet(tmp_path / "data" / f"{name}.parquet")
+        kind = "training" if split == "train" else "test"
+        message = rf"compare: 1 of the 10 {kind} rows of .* have no label in column 'label'.*label_column_name"
+        with pytest.raises(ValueError, match=message):
+            run(
+                script,
+                monkeypatch,
+                *("--dataset_name", str(tmp_path / "data"), "--model_name_or_path", tiny_vit, "--image_size", "8"),
+                *("--max_steps", "2", "--compare", "--output_dir", str(tmp_path / "outputs")),
+            )
+
+    def test_a_dataset_without_a_column_of_labels(self, script, tiny_vit, tmp_path, monkeypatch):
+        (tmp_path / "data").mkdir()
+        datasets.Dataset.from_dict({"text": ["good", "bad"]}).to_json(tmp_path / "data" / "train.json")
+        with pytest.raises(ValueError, match=r"label_column_name: cannot tell .* nothing is compared"):
+            run(script, monkeypatch, "--dataset_name", str(tmp_path / "data"), "--compare")
+
+    def test_the_grid_search_of_the_demonstration_is_recorded(self, script):
+        model, data, _, config = script.parse(["--use_cpu"])
+        task = Task(model, data, disable_tqdm=True)
+        row = recorded_grid_search(task, config)
+        (line,) = (line for line in read_lines(RESULTS / "digits.jsonl") if line["id"] in row.note)
+        assert (line["config"]["steps"], line["config"]["image_size"]) == (config.max_steps, data.image_size)
+        assert (row.test, row.runs, row.seconds) == (line["test"]["mean"], 25, line["seconds"])
+        assert "not run now" in row.note
+        assert recorded_grid_search(task, replace(config, max_steps=99)) is None
+        assert recorded_grid_search(task, replace(config, optim="adamw_torch")) is None
