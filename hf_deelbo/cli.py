@@ -100,14 +100,15 @@ def predict(arguments: argparse.Namespace) -> Iterator[str]:
     prepare = _preparation(folder, task, **trust)
     num_samples = _num_samples(posterior, arguments.num_samples)
     items = listed(arguments.inputs, task, arguments.column)
-    quiet = {"disable": len(items) < 2 or not sys.stderr.isatty(), "leave": False}
-    for item in tqdm(items, desc="Checking", **quiet):
+    no_bar = len(items) < 2 or not sys.stderr.isatty()
+    for item in tqdm(items, desc="Checking", disable=no_bar, leave=False):
         prepare(item)  # a bad one is told before the first answer
     if not arguments.json:
         yield f"{'probability':>11}  {'+- spread':>9}  class" if num_samples else f"{'probability':>11}  class"
     answer = partial(_answers, folder, posterior, num_samples, arguments.top_k)
     answers = answered_in_batches(items, prepare, answer)
-    for item, found in tqdm(answers, total=len(items), desc="Predicting", **quiet):
+    no_bar |= sys.stdout.isatty()  # where the answers would be written into the bar, and tell as much
+    for item, found in tqdm(answers, total=len(items), desc="Predicting", disable=no_bar, leave=False):
         if arguments.json:
             yield json.dumps(as_json({"input": item, **found}), allow_nan=False)
             continue

@@ -262,6 +262,17 @@ def test_predict_a_folder_of_images_as_each_by_itself(folder, posterior, tmp_pat
     assert printed.out == ""
 
 
+@pytest.mark.parametrize("answers_on_terminal", [False, True])
+def test_a_bar_shows_the_progress_unless_the_answers_do(folder, image, monkeypatch, capsys, answers_on_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: answers_on_terminal)
+    assert main(["predict", folder, image, image]) == 0
+    printed = capsys.readouterr()
+    assert "Checking" in printed.err
+    assert ("Predicting" in printed.err) == (not answers_on_terminal)
+    assert "%|" not in printed.out
+
+
 @pytest.mark.parametrize(("num_samples", "has_spread"), [(0, False), (1, False), (2, True)])
 def test_json_without_doubt(folder, image, capsys, num_samples, has_spread):
     assert main(["predict", folder, image, "--json", "--num_samples", str(num_samples)]) == 0

@@ -42,7 +42,7 @@ class TestFormula:
         # the samples agree on an even chance; each is sure of another class; two of three are of one mind
         samples = torch.tensor([[[0.5, 0.5], [1.0, 0.0], [0.9, 0.1]], [[0.5, 0.5], [0.0, 1.0], [0.9, 0.1]]])
         third = torch.tensor([[[0.5, 0.5], [1.0, 0.0], [0.3, 0.7]]])
-        found = uncertainty_of(torch.cat([samples, third]).double())
+        found = uncertainty_of(torch.cat([third, samples]).double())
 
         def entropy(p: float) -> float:
             return -p * math.log(p) - (1 - p) * math.log(1 - p)
