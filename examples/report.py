@@ -186,10 +186,10 @@ def accuracy_over_compute(rows: list[Row], heading: str) -> Figure:
 
 
 def same_set_by_both(rows: list[Row]) -> tuple[Line, Line] | None:
-    """A line of the plain ELBo, and of the DE ELBo with the same prior and training set that has the highest J."""
+    """A line of the plain ELBo, and the like of the DE ELBo on the same training set that has the highest J."""
     lines = [line for row in rows for line in row.lines]
     for plain in (line for line in lines if line["config"]["method"] == "elbo"):
-        where = {name: plain["config"][name] for name in ("prior", "subset_seed")}
+        where = {name: plain["config"][name] for name in ("prior", "subset_seed", "sigma_update", "grouping")}
         ours = [line for line in lines if line["config"]["method"].startswith("deelbo")]
         ours = [line for line in ours if where.items() <= line["config"].items()]
         if ours:

@@ -278,8 +278,9 @@ class TestHalving:
         task.folder.mkdir()
         known = {"method": "full", "learning_rates": RATES, "max_steps": 20, "warmup_steps": 0, "trials": trials}
         (task.folder / "selection.json").write_text(json.dumps(known))
-        session = selection_module._Session(task.make_trainer, task.folder, "full", RATES, None)
-        ordered = selection_module._best_first([session.run(rate, rung=0) for rate in RATES])
+        report = Report(write=lambda line: None, bar=False)
+        session = selection_module._Session(task.make_trainer, task.folder, "full", RATES, None, False, report)
+        ordered = selection_module._best_first(session.try_all(RATES, rung=0))
         assert [trial.learning_rate for trial in ordered[:2]] == [0.01, 0.0001]
 
     def test_one_rate_is_one_run(self, task):

@@ -162,14 +162,16 @@ def plot_kappa_map(
     figure = Figure(figsize=(2.6 * columns + 0.6, 2.7 * -(-len(curves) // columns) + 0.8), layout="constrained")
     panels = figure.subplots(-(-len(curves) // columns), columns, squeeze=False).flat
     handles = {}
+    names = sorted({name for of_task in rules.values() for name, *_ in of_task})
+    marks = dict(zip(names, "*Pdv^", strict=False))
     for (task, of_task), axes in zip(curves.items(), panels, strict=False):
         for style, (name, points) in zip(STYLES, of_task.items(), strict=False):
             x, y = np.array(sorted(points)).T
             handles[name] = axes.plot(x, y, **style, label=name)[0]
-        for mark, (name, x, y) in zip("*Pdv^", rules.get(task, ()), strict=False):
-            style = {"linestyle": "", "marker": mark, "markersize": 9, "color": "0.25"}
+        for name, x, y in rules.get(task, ()):
+            style = {"linestyle": "", "marker": marks[name], "markersize": 9, "color": "0.25"}
             handles[name] = axes.plot([x], [y], **style, label=name)[0]
-        axes.axvline(1, color="0.6", linewidth=1)
+        handles["D/N"] = axes.axvline(1, color="0.6", linewidth=1, label="D/N")
         axes.set_xscale("log")
         axes.set_title(task, fontsize=FONT_SIZE)
         describe_axes(axes, "$\\kappa$ / (D/N)", "test NLL")
