@@ -1,10 +1,12 @@
 """Whatever moment an interrupt comes at: afterwards the model is the posterior mean, in its modes and statistics."""
 
 import contextlib
+import inspect
 import linecache
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -19,14 +21,14 @@ from hf_deelbo.weights import blocks
 from hf_deelbo.weights.parameters import head_parameter_names
 
 LIBRARY = Path(hf_deelbo.__file__).parent
-pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 class Interrupt:
     """Raises `KeyboardInterrupt` at the k-th point of our code: a function's start, a line, a C function's return.
 
-    Python handles signals at a function's start, after a call and at a jump back, never between the end of a `with`
-    body and its lock; so lines of `with` are no points of their own.
+    Python handles signals at a function's start, after a call and at a jump back, never between a lock and the body of
+    its `with`; so lines of `with` and `try` are no points of their own. Nor is that a generator goes on: what a tracer
+    raises there passes by its `finally`, and a signal does not.
     """
 
     def __init__(self, at: int):
@@ -44,7 +46,8 @@ class Interrupt:
         if not is_ours(frame):
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "call" or (event == "line" and not line.startswith("with ")):
+        is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if (event == "call" and not is_generator) or (event == "line" and not line.startswith(("with ", "try:"))):
             self.pass_by()
         return self.trace
 
@@ -152,7 +155,7 @@ def interrupt_everywhere(use: Callable[[SimpleNamespace], None], step: int) -> t
 
 @pytest.mark.parametrize("use", USES)
 def test_at_some_points(use):
-    interrupt_everywhere(use, step=23)
+    interrupt_everywhere(use, step=53)
 
 
 @pytest.mark.slow
@@ -179,14 +182,18 @@ def send_signals(number: int, tmp_path) -> None:
         raise KeyboardInterrupt
 
     known, generator, num_interrupted = fresh(), random.Random(0), 0
+    start = time.perf_counter()
+    for _ in range(5):
+        known.posterior.predict_proba(known.inputs, 5)
+    duration = (time.perf_counter() - start) / 5
     before = signal.signal(signal.SIGALRM, raise_interrupt)
     try:
         while num_interrupted < number:
-            seconds = generator.uniform(1e-4, 8e-3)
+            seconds = generator.uniform(1e-5, 1.2 * duration)
             num_interrupted += interrupted(lambda: known.posterior.predict_proba(known.inputs, 5), seconds)
             torch.set_grad_enabled(True)
             check(known)
-            if num_interrupted % 50 == 0:
+            if num_interrupted % 50 == 0 and num_interrupted:
                 assert torch.equal(known.posterior.predict_proba(known.inputs, 5), known.expected[5])
                 known.posterior.save_pretrained(tmp_path)
                 check_saved(known, tmp_path)
@@ -236,6 +243,7 @@ def test_what_two_interrupts_left_is_completed_by_the_next_use(next_use, tmp_pat
     check(known, at_once=True)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("after", [0, 1])
 def test_no_thread_goes_on_writing_when_its_start_was_interrupted(after, monkeypatch):
     """The interrupt comes when a share was given to the threads and nobody has noted that."""
