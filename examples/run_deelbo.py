@@ -335,8 +335,10 @@ def write_results(run: Run, results: dict[str, Result], rows: Sequence[Row], sel
     for name, figure in figures.items():
         save_figure(figure, folder / "figures" / name)
     if len(rows) > len(learned.metrics):
-        points = {row.name: (row.seconds, row.test["accuracy"], row.test["nll"]) for row in rows}
-        save_figure(plot_comparison(points), run.folder / "comparison" / "accuracy_and_nll")
+        # seconds that were recorded are those of another machine, or of other work beside
+        cost = "runs" if any(row.note for row in rows) else "seconds"
+        points = {row.name: (getattr(row, cost), row.test["accuracy"], row.test["nll"]) for row in rows}
+        save_figure(plot_comparison(points, cost), run.folder / "comparison" / "accuracy_and_nll")
     data = learned.trainer.card_data()
     chosen_from = sorted({trial.learning_rate for trial in selection.trials}, reverse=True)
     card = replace(

@@ -54,29 +54,30 @@ def plot_accuracy_over_compute(
     return laid_out(figure)
 
 
-def plot_comparison(rows: Mapping[str, tuple[float, float, float]]) -> Figure:
+def plot_comparison(rows: Mapping[str, tuple[float, float, float]], cost: str) -> Figure:
     """Test accuracy (left) and NLL (right) of some ways to fine-tune, over what they cost.
 
     Args:
-        rows: seconds, accuracy and NLL by name.
+        rows: cost, accuracy and NLL by name.
+        cost: what it is counted in.
 
     Example:
-        >>> figure = plot_comparison({"plain": (10.0, 0.6, 1.2), "DE ELBo": (25.0, 0.7, 0.9)})
+        >>> figure = plot_comparison({"plain": (10.0, 0.6, 1.2), "DE ELBo": (25.0, 0.7, 0.9)}, "seconds")
         >>> [float(line.get_ydata()[0]) for line in figure.axes[0].lines]
         [60.0, 70.0]
     """
     figure = Figure(figsize=(7, 3.6 + 0.22 * len(rows)), layout="constrained")
     panels = figure.subplots(1, 2)
-    for (name, (seconds, accuracy, nll)), style in zip(rows.items(), cycle(STYLES), strict=False):
+    for (name, (spent, accuracy, nll)), style in zip(rows.items(), cycle(STYLES), strict=False):
         for axes, value in zip(panels, (100 * accuracy, nll), strict=True):
-            axes.plot([seconds], [value], **(style | {"linestyle": ""}), markersize=8, label=name)
+            axes.plot([spent], [value], **(style | {"linestyle": ""}), markersize=8, label=name)
     for axes, label in zip(panels, ("test accuracy, %", "test NLL"), strict=True):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(0.15)
-        describe_axes(axes, "seconds of the whole choice", label)
+        describe_axes(axes, f"cost of the whole choice, {cost}", label)
     figure.legend(handles=panels[0].lines, loc="outside lower center", frameon=False, fontsize=FONT_SIZE)
     return laid_out(figure)
 
