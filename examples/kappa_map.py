@@ -35,8 +35,8 @@ from swap_test import (
     DIGITS,
     IMAGES,
     REVIEWS,
-    SEEDS,
     TEXTS,
+    add_options_of_lines,
     id_of,
     make_trainer,
     run_all,
@@ -95,14 +95,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--subset_seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--ways", nargs="+", default=WAYS, help="FRACTION*D/N, a number, gamma, or bound=NLL")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of lines")
-    parser.add_argument("--data_root", help="a folder with datasets by their names, instead of the Hub")
-    parser.add_argument("--model_root", help="a folder with models by their names, instead of the Hub")
-    parser.add_argument("--cache_dir", help="for resized images; default is the cache of datasets")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, of one thread each")
-    parser.add_argument("--table", action="store_true", help="print a table of the lines instead of running")
+    add_options_of_lines(parser, RESULTS)
     return parser.parse_args(argv)
 
 

@@ -99,7 +99,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--subset_seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--trainers", nargs="+", choices=("plain", "deelbo"), default=["plain", "deelbo"])
     parser.add_argument(
         "--deelbo",
@@ -110,13 +109,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="fields of DEELBoConfig, for the runs of that trainer",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of lines")
+    add_options_of_lines(parser, RESULTS)
+    return parser.parse_args(argv)
+
+
+def add_options_of_lines(parser: argparse.ArgumentParser, results: Path) -> None:
+    """Those of any script whose runs are lines of a file."""
+    parser.add_argument("--subset_seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--results", type=Path, default=results, help="the file of lines")
     parser.add_argument("--data_root", help="a folder with datasets by their names, instead of the Hub")
     parser.add_argument("--model_root", help="a folder with models by their names, instead of the Hub")
     parser.add_argument("--cache_dir", help="for resized images; default is the cache of datasets")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, of one thread each")
     parser.add_argument("--table", action="store_true", help="print a table of the lines instead of running")
-    return parser.parse_args(argv)
 
 
 def setting(text: str) -> tuple[str, Any]:
