@@ -17,7 +17,6 @@ from conftest import collate, make_dataset, make_model
 
 import hf_deelbo
 from hf_deelbo import GaussianPosterior
-from hf_deelbo.weights import blocks
 from hf_deelbo.weights.parameters import head_parameter_names
 
 LIBRARY = Path(hf_deelbo.__file__).parent
@@ -241,29 +240,6 @@ def test_what_two_interrupts_left_is_completed_by_the_next_use(next_use, tmp_pat
     else:
         getattr(posterior, next_use)()
     check(known, at_once=True)
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("after", [0, 1])
-def test_no_thread_goes_on_writing_when_its_start_was_interrupted(after, monkeypatch):
-    """The interrupt comes when a share was given to the threads and nobody has noted that."""
-    pool, written = blocks._pool(blocks.os.getpid(), 2), []
-
-    class Pool:
-        def submit(self, *args):
-            pool.submit(*args)
-            given.append(1)
-            if len(given) > after:
-                raise KeyboardInterrupt
-
-    given = []
-    monkeypatch.setattr(blocks, "_pool", lambda *_: Pool())
-    many = blocks.blocks_of({"w": torch.zeros(40, 1)}, size=1)
-    with pytest.raises(KeyboardInterrupt):
-        blocks.on_all_cores(lambda block: written.append(blocks.sleep(2e-3)), many)
-    at_the_end = len(written)
-    blocks.sleep(0.05)
-    assert len(written) == at_the_end
 
 
 @pytest.mark.parametrize("at", range(1, 40, 3))

@@ -43,7 +43,7 @@ def walk_of_a_step(make_trainer) -> Walk:
     walk = Walk()
     settings = {"sigma_update": "closed-form", "grouping": "tensor", "max_steps": 5, "logging_steps": 100}
     trainer = make_trainer("resnet", **settings, trainer={"callbacks": [walk]})
-    blocks._pool.cache_clear()  # its threads start anew, with the profiler
+    blocks._tasks.cache_clear()  # its threads start anew, with the profiler
     threading.setprofile(walk)
     sys.setprofile(walk)
     try:
@@ -51,7 +51,7 @@ def walk_of_a_step(make_trainer) -> Walk:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-        blocks._pool.cache_clear()
+        blocks._tasks.cache_clear()
     return walk
 
 

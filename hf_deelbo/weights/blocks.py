@@ -9,11 +9,11 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import pairwise
-from threading import Barrier
+from queue import SimpleQueue
+from threading import Thread
 from time import sleep
 from types import EllipsisType
 from typing import NamedTuple, TypeVar
@@ -154,51 +154,62 @@ def on_all_cores(function: Callable[[Block], Result], blocks: list[Block]) -> li
         >>> on_all_cores(lambda block: block.of(weights)[0].sum().item(), blocks_of(weights, size=4))
         [4.0, 2.0]
     """
-
-    at_work, is_over = [], False
+    at_work, is_over, answers = [], False, SimpleQueue()
 
     @torch.no_grad()  # the mode is per thread
-    def work(some: list[Block]) -> list[Result]:
-        at_work.append(some)  # before it looks whether all is over, and so seen by whoever said so before
+    def results_of(some: list[Block]) -> list[Result]:
+        return [function(block) for block in some]
+
+    def work(first: int) -> None:
+        at_work.append(first)  # before it looks whether all is over, and so seen by whoever said so before
         try:
-            return [] if is_over else [function(block) for block in some]
-        finally:
-            at_work.pop()
+            answer = [] if is_over else results_of(blocks[first::num_threads])
+        except BaseException as error:
+            answer = error
+        at_work.pop()
+        answers.put((first, answer))
 
     if not all(block.on_cpu for block in blocks):
-        return work(blocks)
+        return results_of(blocks)
     num_threads = torch.get_num_threads()
-    pool = _pool(os.getpid(), num_threads)
+    tasks = _tasks(os.getpid(), num_threads)
     try:
-        shares = [pool.submit(work, blocks[first::num_threads]) for first in range(num_threads)]
-        wait(shares)
+        for first in range(num_threads):
+            tasks.put(partial(work, first))
+        by_first = dict(answers.get() for _ in range(num_threads))
     finally:
         is_over = True
         while at_work:  # whoever is interrupted waits too, as they write into the model
             sleep(1e-4)
     results: list[Result] = [None] * len(blocks)
-    for first, share in enumerate(shares):
-        results[first::num_threads] = share.result()
+    for first, answer in sorted(by_first.items()):
+        if isinstance(answer, BaseException):
+            raise answer
+        results[first::num_threads] = answer
     return results
 
 
 @cache
-def _pool(process_id: int, num_threads: int) -> ThreadPoolExecutor:
-    """Threads each of whose operations is its own work alone; a child process, to which none comes, makes its own."""
-    pool = ThreadPoolExecutor(num_threads, "hf_deelbo", initializer=_work_alone)
-    all_there = Barrier(num_threads)
-    try:
-        wait([pool.submit(all_there.wait) for _ in range(num_threads)])
-    except BaseException:
-        all_there.abort()  # else those that came would wait for ever for those that an interrupt kept away
-        raise
+def _tasks(process_id: int, num_threads: int) -> SimpleQueue:
+    """For threads each of whose operations is its own work alone; a child process, to which none comes, has its own.
+
+    No `ThreadPoolExecutor`: its locks are taken in Python, and an interrupt in the midst left them taken for ever.
+    """
+    tasks, are_there = SimpleQueue(), SimpleQueue()
+    for _ in range(num_threads):
+        Thread(target=_work_alone, args=(tasks, are_there), name="hf_deelbo", daemon=True).start()
+    for _ in range(num_threads):
+        are_there.get()
     torch.set_num_threads(num_threads)  # the last call decides for threads that start later
-    return pool
+    return tasks
 
 
-def _work_alone() -> None:
+def _work_alone(tasks: SimpleQueue, are_there: SimpleQueue) -> None:
     torch.get_num_threads()  # asked first: with a thread's first question torch sets its number
     torch.set_num_threads(1)
+    are_there.put(True)
+    while True:
+        tasks.get()()
 
 
 # ---- Sums and updates -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
+import os
 import threading
 import time
-from concurrent.futures import wait
 
 import pytest
 import torch
@@ -163,25 +163,31 @@ def test_a_block_is_the_work_of_one_thread_and_the_number_of_threads_comes_back(
 
 def test_starting_the_threads_leaves_the_number_for_threads_to_come():
     torch.set_num_threads(3)
-    blocks._pool.cache_clear()
+    blocks._tasks.cache_clear()
     on_all_cores(lambda block: None, many_blocks())
     assert in_a_new_thread(torch.get_num_threads) == torch.get_num_threads() == 3
 
 
-def test_whoever_interrupts_a_pass_waits_until_no_thread_is_at_work(monkeypatch):
-    done = []
+@pytest.mark.parametrize("num_given", [1, 2])
+def test_whoever_interrupts_a_pass_waits_until_no_thread_is_at_work(num_given, monkeypatch):
+    """The interrupt comes when a thread was given its share, and nobody has noted that."""
+    tasks, given, done = blocks._tasks(os.getpid(), 2), [], []
 
-    def interrupted_once(shares):
-        monkeypatch.setattr(blocks, "wait", wait)
-        raise KeyboardInterrupt
+    class Tasks:
+        def put(self, task) -> None:
+            tasks.put(task)
+            given.append(task)
+            if len(given) == num_given:
+                raise KeyboardInterrupt
 
-    on_all_cores(lambda block: None, many_blocks())  # the threads are there
-    monkeypatch.setattr(blocks, "wait", interrupted_once)
+    monkeypatch.setattr(blocks, "_tasks", lambda *_: Tasks())
     with pytest.raises(KeyboardInterrupt):
         on_all_cores(lambda block: done.append(time.sleep(1e-3)), many_blocks())
     at_the_end = len(done)
     time.sleep(0.1)
     assert len(done) == at_the_end
+    monkeypatch.undo()
+    assert len(on_all_cores(lambda block: None, many_blocks())) == 100
 
 
 @pytest.mark.parametrize("product", [torch.dot, lambda a, b: (a * b).sum()], ids=["by BLAS", "by torch"])
