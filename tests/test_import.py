@@ -50,7 +50,7 @@ ROOMS = (
     {"groups", "objective", "priors", "posterior"},
     {"sharing"},
     {"config", "data", "metrics", "evaluate_metrics"},
-    {"callbacks", "plots", "swag"},
+    {"callbacks", "plots", "reporting", "swag"},
     {"trainer"},
     {"selection"},
     {"cli"},
