@@ -122,12 +122,12 @@ def fine_tune_plainly(task: Task, config: DEELBoConfig, folder: Path, report: Re
             trainer.add_callback(report)
             trainer.train()
             seconds = time.perf_counter() - start
-            write_json(file, {"seconds": seconds, "test": tested(trainer)})
+            write_json(file, {"seconds": seconds, "test": metrics_of(trainer)})
     known = json.loads(file.read_text())
     return Row(PLAIN, known["test"], 1.0, known["seconds"])
 
 
-def tested(trainer: Trainer) -> dict[str, float]:
+def metrics_of(trainer: Trainer) -> dict[str, float]:
     """Its metrics on the test rows."""
     return named_metrics(trainer.predict(trainer.eval_dataset).metrics, "test")
 
@@ -172,7 +172,7 @@ def search_small_grid(
     report.say(f"Grid search: {len(settings)} settings without a fifth of the rows, and the best on all.")
     trainer, result = grid_search(make_trainer, settings, folder / "grid_search", task.labels, config.seed)
     report.begin("grid search", start + (len(settings) + 1) * steps)
-    return Row(f"grid search, {len(settings)} settings", tested(trainer), result.runs, result.seconds)
+    return Row(f"grid search, {len(settings)} settings", metrics_of(trainer), result.runs, result.seconds)
 
 
 def recorded_grid_search(task: Task, config: DEELBoConfig) -> Row | None:
